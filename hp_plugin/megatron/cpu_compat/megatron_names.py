@@ -1,0 +1,68 @@
+"""What Megatron itself needs on CPU, per release. Each step is separate: a release lists the ones it needs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from hp_plugin.megatron.cpu_compat.patches import Ledger
+
+AREA = "Megatron"
+
+
+def apply(ledger: Ledger, series: tuple[int, int]) -> None:
+    """Import Megatron (torch names must be replaced by now) and replace what its release ``series`` needs."""
+    for step in STEPS[series]:
+        step(ledger)
+
+
+def keep_compiled_helpers(ledger: Ledger) -> None:
+    """Do not run ``make`` for the data-set helpers when the wheel has brought them compiled."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        return
+    import megatron.core.datasets.utils as utils
+
+    ledger.replace(utils, "compile_helpers", lambda: None, area=AREA)
+
+
+def allow_no_cuda(ledger: Ledger) -> None:
+    """``initialize_megatron`` asserts ``torch.cuda.is_available()``, which stays False, unless told otherwise."""
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+
+    replacement = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    ledger.replace(training, "initialize_megatron", replacement, area=AREA)
+
+
+def mark_sequence_parallel_norms(ledger: Ledger) -> None:
+    """Let torch's norms work under ``--sequence-parallel``.
+
+    Without TransformerEngine or Apex, Megatron refuses them there. All they lack is the mark
+    ``sequence_parallel`` on their parameters, by which gradients are summed over the tensor-parallel group.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    ledger.replace(WrappedTorchNorm, "__new__", staticmethod(_marked(WrappedTorchNorm.__new__)), area=AREA)
+
+
+def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = original(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = wanted
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = wanted
+        return norm
+
+    return __new__
+
+
+STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
+    (0, 19): (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms),
+}
+"""What each supported release needs, in order."""

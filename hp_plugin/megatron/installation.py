@@ -1,0 +1,118 @@
+"""``install()``: puts the argument hooks into Megatron; the rest follows once a job asks for it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
+from hp_plugin.megatron import cpu_compat, flags, rebind, reporting, validation, versions
+
+_installed: rebind.Rebinder | None = None
+# The one piece of process-wide state of the adapter: what install() replaced, so that it can be reported,
+# installed once, and undone.
+
+
+def install() -> None:
+    """Make ``--use-hyperfsdp`` known to Megatron-LM in this process. Call it before Megatron is imported.
+
+    Only the argument parser is hooked. Without ``--use-hyperfsdp`` on the command line nothing else changes.
+    Where ``--hyperfsdp-device cpu`` (or ``HP_DEVICE=cpu``) asks for it, the CPU compatibility layer goes in
+    first. A second call does nothing. Every rank must call it.
+
+    Raises:
+        UnsupportedError: Megatron is missing, of a release that is not supported, or changed in a name that
+            is replaced; or an accelerator is present where emulation was asked for.
+        ConfigurationError: ``--hyperfsdp-device`` or ``--hyperfsdp-config`` cannot be used.
+    """
+    global _installed
+    if _installed is not None:
+        return
+    version = versions.check_megatron()
+    if flags.requested_device(sys.argv[1:]) == "cpu":
+        cpu_compat.install()
+    rebinder = rebind.Rebinder(version, rebind.TABLES[versions.series(version)])
+    rebinder.activate("arguments")
+    _installed = rebinder
+
+
+def uninstall() -> None:
+    """Put every replaced name back, of Megatron and of the CPU compatibility layer. For tests."""
+    global _installed
+    if _installed is not None:
+        _installed.deactivate("active")
+        _installed.deactivate("arguments")
+        _installed = None
+    cpu_compat.restore()
+
+
+def rebinding_table(*, inspect_targets: bool = False) -> list[dict[str, str]]:
+    """Every name inside Megatron that would be or is replaced, for the installed release; see ``rebind.describe``.
+
+    Raises:
+        UnsupportedError: No supported Megatron is installed.
+    """
+    return rebind.describe(versions.series(versions.check_megatron()), _installed, inspect_targets=inspect_targets)
+
+
+def rebound_names() -> list[str]:
+    """The full names that are replaced at this moment; empty before ``install()``."""
+    if _installed is None:
+        return []
+    return [entry["target"] for entry in rebinding_table() if entry["state"] == "rebound"]
+
+
+def hook_parse_args(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    """Megatron's ``parse_args`` with our flags, and with what follows from them."""
+
+    @functools.wraps(original)
+    def parse_args(extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+                   ignore_unknown_args: bool = False, **more: Any) -> argparse.Namespace:
+        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return flags.add_arguments(parser)
+
+        try:
+            flags.check_spelling(sys.argv[1:])
+            args = original(provider, ignore_unknown_args, **more)
+            _apply(args)
+        except HyperParallelError as error:
+            reporting.stop(str(error))
+        return args
+
+    return parse_args
+
+
+def _apply(args: argparse.Namespace) -> None:
+    """Resolve and check our flags, then make the rest of the adapter match them."""
+    if not hasattr(args, "use_hyperfsdp"):
+        _check_yaml_arguments()  # --yaml-cfg has replaced the namespace that our parser filled
+        active = False
+    else:
+        options = flags.resolve(args)
+        active = args.use_hyperfsdp
+        if options.device == "cpu" and not cpu_compat.is_installed():
+            raise ConfigurationError(
+                "--hyperfsdp-device cpu was found after Megatron was set up. Start the job with "
+                "python -m hp_plugin.megatron SCRIPT, or call hp_plugin.megatron.install() with the flag on the "
+                "command line.")
+    if _installed is None:
+        return
+    if not active:
+        _installed.deactivate("active")
+        return
+    validation.check_megatron_arguments(args)
+    validation.check_topology(args, options)
+    for line in validation.adjust_megatron_arguments(args):
+        reporting.say(line)
+    _installed.activate("active")
+
+
+def _check_yaml_arguments() -> None:
+    if any(word == "--use-hyperfsdp" or word.startswith(flags.PREFIX) for word in sys.argv[1:]):
+        raise UnsupportedError("--use-hyperfsdp cannot be combined with --yaml-cfg: Megatron then drops the arguments "
+                               "of the command line; give Megatron's arguments on the command line.")

@@ -1,0 +1,197 @@
+"""The names inside Megatron that this adapter replaces, as a table, and the code that swaps them in and out.
+
+Two stages. The *argument* hooks are in place as soon as :func:`hp_plugin.megatron.install` has run, so that
+our flags exist. The *active* targets are replaced only once a job was parsed with ``--use-hyperfsdp``; without
+the flag they stay the original objects, and a stock run is unchanged. Before anything is replaced the target
+must exist and take the parameters that the replacement relies on; otherwise it is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hp_plugin.errors import UnsupportedError
+
+Stage = Literal["arguments", "active"]
+Factory = Callable[[Any], Any]
+"""Takes the original object, returns its replacement. Called when the target is replaced, not before."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One name inside Megatron that is replaced.
+
+    Attributes:
+        module: Module whose attribute is replaced.
+        attribute: The attribute of the module, by which its functions look the object up at call time.
+        parameters: Names that must be among the parameters of the original.
+        factory: ``module:function`` of the :data:`Factory` of the replacement.
+        purpose: What the replacement is for, in a few words.
+        stage: When it is replaced, see the module's documentation.
+    """
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    factory: str
+    purpose: str
+    stage: Stage = "active"
+
+    @property
+    def name(self) -> str:
+        """Full dotted name of what is replaced."""
+        return f"{self.module}.{self.attribute}"
+
+
+_HERE = "hp_plugin.megatron.rebind"
+_DDP_PARAMETERS = ("config", "ddp_config", "module", "disable_bucketing", "pg_collection")
+
+TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
+    (0, 19): (
+        Target("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"),
+               "hp_plugin.megatron.installation:hook_parse_args", "adds our flags and checks them", "arguments"),
+        Target("megatron.training.models.dist_utils", "DistributedDataParallel", _DDP_PARAMETERS,
+               f"{_HERE}:data_parallel_selector", "wraps the model that a model builder makes"),
+        Target("megatron.training.training", "DDP", _DDP_PARAMETERS,
+               f"{_HERE}:data_parallel_selector", "wraps the model that a model_provider makes"),
+        Target("megatron.training.training", "get_megatron_optimizer", ("config", "model_chunks", "pg_collection"),
+               f"{_HERE}:optimizer_builder", "builds the optimizer on sharded parameters"),
+    ),
+}
+"""Targets per release series of megatron-core."""
+
+
+class Rebinder:
+    """Replaces the targets of one Megatron release and puts the originals back."""
+
+    def __init__(self, version: str, targets: tuple[Target, ...]) -> None:
+        self._version = version
+        self._targets = targets
+        self._originals: dict[Target, Any] = {}
+
+    def activate(self, stage: Stage) -> None:
+        """Replace the targets of ``stage``: all of them, or none if one does not fit.
+
+        Raises:
+            UnsupportedError: A target is missing or its signature has changed; the message names the
+                target and the Megatron version.
+        """
+        pending = [target for target in self._targets if target.stage == stage and target not in self._originals]
+        found = [(target, self._checked(target)) for target in pending]
+        made = [(target, original, _load(target.factory)(original)) for target, original in found]
+        for target, original, replacement in made:
+            setattr(sys.modules[target.module], target.attribute, replacement)
+            self._originals[target] = original
+
+    def deactivate(self, stage: Stage) -> None:
+        """Put the originals of ``stage`` back, last replaced first."""
+        for target in [t for t in reversed(self._originals) if t.stage == stage]:
+            setattr(sys.modules[target.module], target.attribute, self._originals.pop(target))
+
+    def is_rebound(self, target: Target) -> bool:
+        """Whether ``target`` is replaced at this moment."""
+        return target in self._originals
+
+    def _checked(self, target: Target) -> Any:
+        original = _find(target)
+        problem = _problem(target, original)
+        if problem is not None:
+            raise UnsupportedError(
+                f"{target.name} of Megatron {self._version} {problem}, so hp_plugin cannot take its place safely. "
+                "Another program may have replaced it, or this Megatron is a modified one; use the release that "
+                "hp_plugin supports, or install hp_plugin before the other program.")
+        return original
+
+
+def describe(version_series: tuple[int, int], rebinder: Rebinder | None = None, *,
+             inspect_targets: bool = False) -> list[dict[str, str]]:
+    """The table as data, one entry per target, with no effect on Megatron.
+
+    Args:
+        version_series: ``(major, minor)`` of megatron-core, a key of :data:`TABLES`.
+        rebinder: What :func:`hp_plugin.megatron.install` made, if it has run.
+        inspect_targets: Import Megatron to see whether each target exists and has the expected signature.
+
+    Returns:
+        Entries with ``target``, ``purpose``, ``stage``, ``replacement`` and ``state``. The state is
+        ``rebound``, ``original``, ``not inspected``, or a sentence about what does not fit.
+    """
+    entries = []
+    for target in TABLES[version_series]:
+        if rebinder is not None and rebinder.is_rebound(target):
+            state = "rebound"
+        elif inspect_targets:
+            state = _problem(target, _find(target)) or "original"
+        else:
+            state = "not inspected" if target.module not in sys.modules else "original"
+        entries.append({"target": target.name, "purpose": target.purpose, "stage": target.stage,
+                        "replacement": target.factory, "state": state})
+    return entries
+
+
+def data_parallel_selector(original: type) -> type:
+    """A stand-in for Megatron's DDP class: calling it builds HyperFSDP, ``isinstance`` still means DDP.
+
+    HyperFSDP must not pass for a DDP: the training loop reaches into the gradient buffers of one when it exits.
+    """
+    from hp_plugin.megatron.data_parallel import hyperfsdp_class
+
+    built = hyperfsdp_class()
+
+    class SelectorType(type(original)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return built(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, original)
+
+    return SelectorType(original.__name__, (), {"__module__": __name__, "__doc__": data_parallel_selector.__doc__})
+
+
+def optimizer_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``get_megatron_optimizer`` for models wrapped in HyperFSDP."""
+    from hp_plugin.megatron.optimizer import build_optimizer
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        return build_optimizer(original, *args, **kwargs)
+
+    return get_megatron_optimizer
+
+
+_MISSING = object()
+
+
+def _find(target: Target) -> Any:
+    try:
+        return getattr(importlib.import_module(target.module), target.attribute, _MISSING)
+    except ModuleNotFoundError as error:
+        if error.name is not None and target.module.startswith(error.name):
+            return _MISSING
+        raise
+
+
+def _problem(target: Target, original: Any) -> str | None:
+    if original is _MISSING:
+        return "does not exist"
+    try:
+        have = inspect.signature(original).parameters
+    except (TypeError, ValueError):
+        return "has no signature that can be read"
+    lost = [name for name in target.parameters if name not in have]
+    return f"does not take {' and '.join(lost)} (it takes {', '.join(have)})" if lost else None
+
+
+def _load(spec: str) -> Factory:
+    module, _, name = spec.partition(":")
+    factory: Factory = getattr(importlib.import_module(module), name)
+    return factory
