@@ -1,0 +1,44 @@
+# Every target sets up what it needs. VENV=path puts the environment elsewhere; nothing is installed outside it.
+VENV ?= .venv
+# The environment of the oldest supported stack (Python 3.10, torch 2.7).
+VENV_COMPAT ?= $(VENV)-compat
+PYTHON_OF_VENV = "$(VENV)/bin/python"
+# More Megatron flags for `make demo`.
+DEMO_FLAGS ?=
+
+.PHONY: help setup demo test test-full test-compat lint clean
+
+help:
+	@echo "make demo         train a small GPT over two supernodes, with and without hp_plugin, and compare"
+	@echo "make test         the test suite"
+	@echo "make test-full    the test suite with its large matrices and faults"
+	@echo "make test-compat  the core's tests on Python 3.10 with the oldest supported torch"
+	@echo "make lint         format, lint, types, import contracts"
+	@echo "make setup        only the environment (VENV=path, default .venv; PYTHON=path forces the interpreter)"
+	@echo "make clean        remove what tools have built and cached; environments stay"
+
+setup:
+	@tools/bootstrap.sh setup reference "$(VENV)"
+
+demo: setup
+	$(PYTHON_OF_VENV) examples/main_job.py $(DEMO_FLAGS)
+
+test: setup
+	$(PYTHON_OF_VENV) -m pytest tests -m "not full"
+
+test-full: setup
+	$(PYTHON_OF_VENV) -m pytest tests
+
+# Megatron needs Python 3.12, so its adapter is not a part of this stack.
+test-compat:
+	@tools/bootstrap.sh setup compat "$(VENV_COMPAT)"
+	"$(VENV_COMPAT)/bin/python" -m pytest tests --ignore=tests/megatron -m "not full"
+
+lint: setup
+	$(PYTHON_OF_VENV) -m ruff format --check .
+	$(PYTHON_OF_VENV) -m ruff check .
+	$(PYTHON_OF_VENV) -m mypy
+	"$(VENV)/bin/lint-imports"
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
