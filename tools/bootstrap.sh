@@ -135,16 +135,16 @@ hash_of_package() {
     (cd "$root" && cat pyproject.toml CMakeLists.txt hp_plugin/_version.py native/*) | cksum | tr ' ' -
 }
 
-# Whether the record says $2; a Python that was removed under the environment makes it useless.
-is_recorded() {
-    [ -f "$(record_of "$1")" ] && [ "$(cat "$(record_of "$1")")" = "$2" ] && "$1/bin/python" -c '' 2>/dev/null
+# What the record says; nothing when the Python in the environment, or the one under it, is gone.
+recorded() {
+    if "$1/bin/python" -c '' 2>/dev/null; then cat "$(record_of "$1")" 2>/dev/null || true; fi
 }
 
 setup() {
     folder=$1
     environment=$(hash_of_environment)
     current="complete $environment $(hash_of_package)"
-    if is_recorded "$folder" "$current"; then return; fi
+    if [ "$(recorded "$folder")" = "$current" ]; then return; fi
 
     python=$(find_python) || exit 1
     mkdir -p "$folder"
@@ -157,15 +157,15 @@ try:
 except OSError:
     sys.stderr.write("setup: another set-up of this environment is running; waiting for it\n")
     fcntl.flock(9, fcntl.LOCK_EX)' 9<&9
-    if is_recorded "$folder" "$current"; then return; fi
+    if [ "$(recorded "$folder")" = "$current" ]; then return; fi
 
     if [ ! -f "$(record_of "$folder")" ] && [ -n "$(ls -A "$folder")" ]; then
         fail "$folder is not empty and was not made by this set-up, so it is left alone. Choose another folder with\
  VENV=path, or remove it."
     fi
-    recorded=$(cat "$(record_of "$folder")" 2>/dev/null || true)
+    before=$(recorded "$folder")
     echo incomplete >"$(record_of "$folder")"
-    case $recorded in
+    case $before in
         "complete $environment "*) say "the package changed; updating $folder" ;;
         *) create "$folder" "$python" ;;
     esac
