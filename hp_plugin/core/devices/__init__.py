@@ -1,0 +1,28 @@
+"""The only place that knows one kind of device from another: streams, events, memory statistics, backend capabilities."""
+
+from __future__ import annotations
+
+from hp_plugin.core.devices.capabilities import Capabilities, backend_capabilities
+from hp_plugin.core.devices.device import (
+    AcceleratorDevice,
+    CpuDevice,
+    Device,
+    Event,
+    NullEvent,
+    NullStream,
+    Stream,
+    get_device,
+)
+
+__all__ = [
+    "AcceleratorDevice",
+    "Capabilities",
+    "CpuDevice",
+    "Device",
+    "Event",
+    "NullEvent",
+    "NullStream",
+    "Stream",
+    "backend_capabilities",
+    "get_device",
+]
