@@ -24,7 +24,8 @@ def check_coalesced_calls(*, debug: bool = False) -> Capabilities:
     if found.coalesced_all_gather:
         full = torch.zeros(3 * world)
         mine = full[rank * 3 : rank * 3 + 3].fill_(rank + 1)
-        outputs, inputs = [full, torch.zeros(0), torch.zeros(2 * world)], [mine, torch.zeros(0), torch.full((2,), float(rank))]
+        outputs = [full, torch.zeros(0), torch.zeros(2 * world)]
+        inputs = [mine, torch.zeros(0), torch.full((2,), float(rank))]
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()
         assert outputs[0].tolist() == [float(r + 1) for r in range(world) for _ in range(3)]
         assert outputs[2].tolist() == [float(r) for r in range(world) for _ in range(2)]

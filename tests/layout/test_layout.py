@@ -78,7 +78,7 @@ def test_segments_shapes_and_offsets_equal_cutting_a_tensor_with_torch_chunk(lay
             assert list(layout.local_offset(coordinate)) == first
         if layout.is_contiguous(coordinate) and expected.numel():
             offset, shape = layout.local_offset(coordinate), layout.local_shape(coordinate)
-            assert torch.equal(values[tuple(slice(o, o + n) for o, n in zip(offset, shape))], expected)
+            assert torch.equal(values[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))], expected)
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,7 +88,7 @@ def test_every_element_has_as_many_owners_as_the_axes_that_do_not_shard(layout: 
     for coordinate in layout.coordinates():
         index = rebuilt(torch.arange(owners.numel()).view(layout.global_shape), layout, coordinate)
         owners.view(-1)[index.flatten()] += 1
-    copies = math.prod(n for n, p in zip(layout.axis_sizes, layout.placements) if not is_shard(p))
+    copies = math.prod(n for n, p in zip(layout.axis_sizes, layout.placements, strict=True) if not is_shard(p))
     assert (owners == copies).all()
 
 
@@ -135,7 +135,8 @@ def test_tp_first_order_is_exact_where_a_strided_shard_is_not() -> None:
 
 
 def test_axes_and_padding() -> None:
-    layout = Layout((5, 6), ("pp", "dp_replicate", "dp_shard", "tp"), (2, 1, 4, 2), (Partial(), Replicate(), Shard(0), Shard(-1)))
+    names, sizes = ("pp", "dp_replicate", "dp_shard", "tp"), (2, 1, 4, 2)
+    layout = Layout((5, 6), names, sizes, (Partial(), Replicate(), Shard(0), Shard(-1)))
     assert layout.shard_axes == ("dp_shard", "tp")
     assert layout.replicate_axes == ("dp_replicate",)
     assert layout.partial_axes == ("pp",)
@@ -191,7 +192,8 @@ def check_real_dtensors() -> int:
     cases = 0
     for shape in [(8, 4), (5, 3), (1, 4), (3,), (0, 2)]:
         full = torch.arange(float(math.prod(shape))).view(shape)
-        for placements in [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(len(shape) - 1)), (Shard(0), Shard(0))]:
+        last = Shard(len(shape) - 1)
+        for placements in [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), last), (last, Shard(0))]:
             tensor = distribute_tensor(full.clone(), mesh, list(placements))
             layout = Layout.from_dtensor(tensor)
             assert layout == Layout.from_mesh(shape, mesh, placements)

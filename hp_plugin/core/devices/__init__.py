@@ -1,4 +1,4 @@
-"""The only place that knows one kind of device from another: streams, events, memory statistics, backend capabilities."""
+"""The only place that knows one kind of device from another: streams, events, memory, backend capabilities."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -19,19 +19,33 @@ from hp_plugin.errors import UnsupportedError
 class Event(Protocol):
     """A point in a stream's work. The native event classes of torch satisfy this."""
 
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool: ...
+    def record(self, stream: Any = None) -> None:
+        """Marks the end of what is queued on `stream` (the current one if None)."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Makes work queued later on `stream` (the current one if None) wait for the mark."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the mark is reached."""
+
+    def query(self) -> bool:
+        """True once the mark is reached."""
 
 
 class Stream(Protocol):
     """A queue of device work. The native stream classes of torch satisfy this."""
 
-    def wait_event(self, event: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def record_event(self, event: Any = None) -> Any: ...
-    def synchronize(self) -> None: ...
+    def wait_event(self, event: Any) -> None:
+        """Makes work queued later wait for `event`."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Makes work queued later wait for all that is queued on `stream` now."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Records `event`, or a new one, here and returns it."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until all queued work is done."""
 
 
 class NullEvent:
@@ -127,30 +141,38 @@ class CpuDevice(Device):
     has_streams = False
 
     def is_available(self) -> bool:
+        """Always."""
         return True
 
     def current_device(self) -> torch.device:
+        """The host, which has no index."""
         return torch.device("cpu")
 
     def current_stream(self) -> Stream:
+        """The stream without effect."""
         return NullStream()
 
     def new_stream(self, *, high_priority: bool = False) -> Stream:
+        """A stream without effect."""
         return NullStream()
 
     def use_stream(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """A context without effect."""
         return contextlib.nullcontext(stream)
 
     def new_event(self) -> Event:
+        """An event without effect."""
         return NullEvent()
 
     def synchronize(self) -> None:
         """Does nothing: all work is done when a call returns."""
 
     def memory_allocated(self) -> int | None:
+        """None: torch does not count host memory."""
         return None
 
     def max_memory_allocated(self) -> int | None:
+        """None: torch does not count host memory."""
         return None
 
     def reset_peak_memory_stats(self) -> None:
@@ -179,33 +201,43 @@ class AcceleratorDevice(Device):
         return module
 
     def is_available(self) -> bool:
+        """True if the module exists and reports a device."""
         return hasattr(torch, self.type) and bool(self._module.is_available())
 
     def current_device(self) -> torch.device:
+        """The module's current device."""
         return torch.device(self.type, self._module.current_device())
 
     def current_stream(self) -> Stream:
-        return self._module.current_stream()
+        """The module's current stream."""
+        return cast(Stream, self._module.current_stream())
 
     def new_stream(self, *, high_priority: bool = False) -> Stream:
-        return self._module.Stream(priority=-1 if high_priority else 0)
+        """A native stream; priority -1 is above the default 0."""
+        return cast(Stream, self._module.Stream(priority=-1 if high_priority else 0))
 
     def use_stream(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
-        return self._module.stream(stream)
+        """The module's own context manager."""
+        return cast(contextlib.AbstractContextManager[Any], self._module.stream(stream))
 
     def new_event(self) -> Event:
-        return self._module.Event()
+        """A native event without timing."""
+        return cast(Event, self._module.Event())
 
     def synchronize(self) -> None:
+        """Waits for the module's current device."""
         self._module.synchronize()
 
     def memory_allocated(self) -> int | None:
+        """Bytes that the module's allocator has handed out."""
         return int(self._module.memory_allocated())
 
     def max_memory_allocated(self) -> int | None:
+        """The most bytes that the module's allocator had handed out."""
         return int(self._module.max_memory_allocated())
 
     def reset_peak_memory_stats(self) -> None:
+        """Resets the module's peak counters."""
         self._module.reset_peak_memory_stats()
 
 

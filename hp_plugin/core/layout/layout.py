@@ -136,17 +136,17 @@ class Layout:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """Names of the mesh axes that divide the tensor, in mesh order, axes of size 1 included."""
-        return tuple(name for name, p in zip(self.axis_names, self.placements) if is_shard(p))
+        return tuple(name for name, p in zip(self.axis_names, self.placements, strict=True) if is_shard(p))
 
     @property
     def replicate_axes(self) -> tuple[str, ...]:
         """Names of the mesh axes along which every rank holds the same values, in mesh order."""
-        return tuple(name for name, p in zip(self.axis_names, self.placements) if isinstance(p, Replicate))
+        return tuple(name for name, p in zip(self.axis_names, self.placements, strict=True) if isinstance(p, Replicate))
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
         """Names of the mesh axes along which the values still have to be reduced, in mesh order."""
-        return tuple(name for name, p in zip(self.axis_names, self.placements) if isinstance(p, Partial))
+        return tuple(name for name, p in zip(self.axis_names, self.placements, strict=True) if isinstance(p, Partial))
 
     @property
     def shard_dims(self) -> tuple[int, ...]:
@@ -156,7 +156,9 @@ class Layout:
     def num_shards(self, dim: int) -> int:
         """Into how many pieces, empty ones included, tensor dim `dim` is divided."""
         dim = self._tensor_dim(dim)
-        return math.prod(n for n, p in zip(self.axis_sizes, self.placements) if is_shard(p) and _dim(p) == dim)
+        return math.prod(
+            n for n, p in zip(self.axis_sizes, self.placements, strict=True) if is_shard(p) and _dim(p) == dim
+        )
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """All mesh coordinates, in the order of the mesh's ranks (the last axis runs fastest)."""
@@ -197,7 +199,7 @@ class Layout:
         False the offset is that of the first segment only; use `local_segments` for all of them.
         """
         segments = (self.local_segments(coordinate, dim) for dim in range(len(self.global_shape)))
-        return tuple(s[0].start if s else size for s, size in zip(segments, self.global_shape))
+        return tuple(s[0].start if s else size for s, size in zip(segments, self.global_shape, strict=True))
 
     def is_contiguous(self, coordinate: Coordinate) -> bool:
         """True if offset and shape describe all that the rank at `coordinate` holds: one segment (or none) per dim."""
@@ -226,7 +228,7 @@ class Layout:
     def _max_local_size(self, dim: int) -> int:
         # Only the axes that divide this dim matter: a plan over thousands of ranks asks this for every parameter.
         divides = [is_shard(p) and _dim(p) == dim for p in self.placements]
-        indices = (range(size) if taken else range(1) for size, taken in zip(self.axis_sizes, divides))
+        indices = (range(size) if taken else range(1) for size, taken in zip(self.axis_sizes, divides, strict=True))
         return max(sum(s.length for s in self.local_segments(c, dim)) for c in itertools.product(*indices))
 
     # ---------------------------------------------------------------- checks
@@ -236,7 +238,7 @@ class Layout:
 
     def _check_coordinate(self, coordinate: Coordinate) -> None:
         fits = len(coordinate) == len(self.axis_sizes)
-        if not fits or any(not 0 <= index < size for index, size in zip(coordinate, self.axis_sizes)):
+        if not fits or any(not 0 <= index < size for index, size in zip(coordinate, self.axis_sizes, strict=True)):
             raise ConfigurationError(
                 f"coordinate {tuple(coordinate)} is not on a mesh of shape {self.axis_sizes} with axes "
                 f"{self.axis_names}; give one index per axis, each from 0 to the axis size minus 1."
@@ -274,7 +276,7 @@ def _canonical_order(order: tuple[int, ...], placements: tuple[Placement, ...]) 
     canonical = list(range(len(order)))
     for dim in {_dim(p) for p in placements if is_shard(p)}:
         axes = [axis for axis in order if is_shard(placements[axis]) and _dim(placements[axis]) == dim]
-        for position, axis in zip(sorted(axes), axes):
+        for position, axis in zip(sorted(axes), axes, strict=True):
             canonical[position] = axis
     return tuple(canonical)
 
@@ -296,7 +298,8 @@ def _cut(segments: tuple[Segment, ...], placement: Placement, num_chunks: int, i
     """The part of `segments` that rank `index` of `num_chunks` takes under a `Shard` or `_StridedShard`."""
     if not isinstance(placement, _StridedShard):
         return _chunk(segments, num_chunks, index)
-    pieces = (_chunk(segments, placement.split_factor, piece) for piece in range(placement.split_factor))
+    split_factor = int(placement.split_factor)
+    pieces = (_chunk(segments, split_factor, piece) for piece in range(split_factor))
     return tuple(segment for piece in pieces for segment in _chunk(piece, num_chunks, index))
 
 
