@@ -73,9 +73,7 @@ def build_wheel(target: Path, **variables: str) -> zipfile.ZipFile:
 
 
 @pytest.mark.full
-def test_one_wheel_for_every_python_carries_the_native_library(
-    tmp_path: Path, native_library_expected: None
-) -> None:
+def test_one_wheel_for_every_python_carries_the_native_library(tmp_path: Path, native_library_expected: None) -> None:
     with build_wheel(tmp_path) as wheel:
         names = set(wheel.namelist())
     assert f"hp_plugin/core/kernels/{native.LIBRARY_NAME}" in names

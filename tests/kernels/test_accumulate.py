@@ -104,7 +104,10 @@ def test_what_the_native_kernel_does_not_cover_is_served_by_torch(native_calls: 
         dst.fill_(1.0)
         run(dst, src, 0.25)
         exact = src.double() * 0.25 + (1.0 if operation == "accumulate_scaled_" else 0.0)
-        assert torch.equal(dst, exact.to(dst.dtype)) or torch.allclose(dst.double(), exact, atol=1e-7), (name, operation)
+        assert torch.equal(dst, exact.to(dst.dtype)) or torch.allclose(dst.double(), exact, atol=1e-7), (
+            name,
+            operation,
+        )
     assert native_calls.names == []
 
 
@@ -179,7 +182,9 @@ def test_without_the_library_torch_serves_and_says_so(monkeypatch: pytest.Monkey
     assert all(choice.reason == absent.reason for choice in choices if choice.device_type == "cpu")
 
 
-def test_chosen_kernels_lists_every_operation(native_library: native.NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_kernels_lists_every_operation(
+    native_library: native.NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = native.NativeStatus(native_library, "The native library was loaded.")
     monkeypatch.setattr(accumulate, "native_status", lambda: found)
     choices = {(choice.operation, choice.device_type): choice for choice in accumulate.chosen_kernels()}

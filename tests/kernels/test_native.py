@@ -18,7 +18,9 @@ def build_c_library(folder: Path, source: str) -> Path:
     if compiler is None:
         pytest.skip("No C compiler to build a foreign library with.")
     path = folder / native.LIBRARY_NAME
-    subprocess.run([compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(path)], input=source.encode(), check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(path)], input=source.encode(), check=True, timeout=60
+    )
     return path
 
 

@@ -157,7 +157,13 @@ class Project:
         self.log.touch()
         self.folder = root / "environment"
         self.machine = machine
-        for name in ("pyproject.toml", "CMakeLists.txt", "tools/constraints.txt", "hp_plugin/_version.py", "native/code.c"):
+        for name in (
+            "pyproject.toml",
+            "CMakeLists.txt",
+            "tools/constraints.txt",
+            "hp_plugin/_version.py",
+            "native/code.c",
+        ):
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(name)

@@ -62,7 +62,10 @@ def accumulate_scaled_(dst: Tensor, src: Tensor, alpha: float) -> None:
 
 
 def scale_copy_(dst: Tensor, src: Tensor, alpha: float) -> None:
-    """Sets ``dst`` to ``alpha * src``, casting on the way. Arguments and errors are those of :func:`accumulate_scaled_`."""
+    """Sets ``dst`` to ``alpha * src``, casting on the way.
+
+    Arguments and errors are those of :func:`accumulate_scaled_`.
+    """
     _check(dst, src, "scale_copy_")
     _KERNELS.get(("scale_copy_", dst.device.type), scale_copy_reference)(dst, src, alpha)
 
@@ -157,8 +160,8 @@ def _check(dst: Tensor, src: Tensor, operation: str) -> None:
     if dst.shape == src.shape and dst.device == src.device and dst.is_floating_point() and src.is_floating_point():
         return
     raise ConfigurationError(
-        f"{operation} was given a destination of shape {tuple(dst.shape)}, {dst.dtype} on {dst.device}, and a source of "
-        f"shape {tuple(src.shape)}, {src.dtype} on {src.device}. Both must have the same shape, the same device and a "
+        f"{operation} was given a destination of shape {tuple(dst.shape)}, {dst.dtype} on {dst.device}, and a source "
+        f"of shape {tuple(src.shape)}, {src.dtype} on {src.device}. Both must have the same shape, the same device and a "
         "floating-point dtype."
     )
 

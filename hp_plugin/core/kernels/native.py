@@ -97,14 +97,16 @@ def find_native(override: str, candidates: tuple[Path, ...]) -> NativeStatus:
         ConfigurationError: ``override`` is a path that does not exist or that cannot be used.
     """
     if override.lower() == "none":
-        return NativeStatus(None, f"The native library is switched off by {OVERRIDE_VARIABLE}={override}; torch is used.")
+        return NativeStatus(
+            None, f"The native library is switched off by {OVERRIDE_VARIABLE}={override}; torch is used."
+        )
     if override:
         try:
             library = _open_library(Path(override))
         except _UnusableLibraryError as error:
             raise ConfigurationError(
-                f"{OVERRIDE_VARIABLE}={override}: {error} Unset the variable to search the installed package, or set it "
-                "to 'none' to use torch."
+                f"{OVERRIDE_VARIABLE}={override}: {error} Unset the variable to search the installed package, or set "
+                "it to 'none' to use torch."
             ) from error
         return NativeStatus(library, f"The native library was loaded from {library.path} ({OVERRIDE_VARIABLE}).")
 
@@ -119,8 +121,9 @@ def find_native(override: str, candidates: tuple[Path, ...]) -> NativeStatus:
         return NativeStatus(library, f"The native library was loaded from {library.path}.")
     return NativeStatus(
         None,
-        f"The native library is not installed (no {LIBRARY_NAME} beside the package), so torch is used. It is built when "
-        "hp_plugin is installed on a machine with a C++ compiler: install g++ or clang++, then install hp_plugin again.",
+        f"The native library is not installed (no {LIBRARY_NAME} beside the package), so torch is used. It is built "
+        "when hp_plugin is installed on a machine with a C++ compiler: install g++ or clang++, then install hp_plugin "
+        "again.",
     )
 
 
