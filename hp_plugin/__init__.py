@@ -1,0 +1,28 @@
+"""hp_plugin: topology-aware FSDP for training jobs on clusters of two speeds, in plain PyTorch, Megatron-LM and DeepSpeed.
+
+Importing it imports torch and nothing of a host framework, initialises no device and changes no global state.
+"""
+
+from __future__ import annotations
+
+from hp_plugin._version import __version__
+from hp_plugin.core.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_plugin.core.optim import HyperAdamW, clip_grad_norm_
+from hp_plugin.core.topology import Topology, build_mesh
+from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ConfigurationError",
+    "FSDPModule",
+    "HyperAdamW",
+    "HyperParallelError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Topology",
+    "UnsupportedError",
+    "__version__",
+    "build_mesh",
+    "clip_grad_norm_",
+    "fully_shard",
+]

@@ -1,0 +1,142 @@
+"""Saving and loading a model and its optimizer with torch's DCP: all or nothing, and on any mesh.
+
+Parameters and optimizer states are DTensors at rest, so DCP reshards them by itself: a checkpoint of 2 x 2 ranks loads on 1,
+on 4 x 1, in plain torch FSDP2, and the other way round. What this module adds is that a checkpoint is either whole or
+absent: it is written beside its final place and renamed when every rank has finished.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from hp_plugin.errors import ConfigurationError, HyperParallelError
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer] = [],
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a checkpoint directory. Every rank of the default group must call; `path` must be on a file system that all share.
+
+    Args:
+        path: The directory to make. An existing checkpoint there is replaced only once the new one is whole.
+        model: A model, sharded or not.
+        optimizers: Its optimizer or optimizers.
+        extra: Further values, the same on every rank (step, data position, ...).
+
+    Raises:
+        HyperParallelError: If any rank could not write, naming the first such rank and its reason. `path` is as it was.
+    """
+    final = Path(path)
+    partial = final.with_name(f".{final.name}.partial")
+    failure = _on_rank_zero(lambda: _make_empty(partial))
+    if failure is None:
+        model_state, optimizer_state = get_state_dict(model, optimizers)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "extra": dict(extra or {})}
+        try:
+            dcp.save(state, checkpoint_id=str(partial))
+        except Exception as error:  # a full disk surfaces as many classes: OSError, RuntimeError, CheckpointException
+            failure = f"{type(error).__name__}: {error}"
+    failure = _first_failure(failure)
+    if failure is None:
+        failure = _on_rank_zero(lambda: _replace(partial, final))
+    if failure is not None:
+        _on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
+        raise HyperParallelError(
+            f"checkpoint {final} was not written, nothing is left of it, and what was there before is unchanged; {failure}"
+        )
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer] = [],
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Reads a checkpoint directory in place. Every rank of the default group must call.
+
+    Args:
+        path: A directory that `save_checkpoint` made, on this mesh or any other.
+        model: The model to fill.
+        optimizers: The optimizer or optimizers to fill; give none to load weights only.
+        strict: Whether the model's parameter names must be exactly those of the checkpoint.
+
+    Returns:
+        The `extra` values of the checkpoint.
+
+    Raises:
+        ConfigurationError: If there is no checkpoint at `path`.
+    """
+    if not (Path(path) / ".metadata").is_file():
+        raise ConfigurationError(f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save")
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    extra = _stored_extra(path)
+    state: dict[str, Any] = {"model": model_state, "extra": extra}
+    if optimizers:
+        state["optimizer"] = optimizer_state
+    dcp.load(state, checkpoint_id=str(path))
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=state["model"],
+        optim_state_dict=state.get("optimizer", {}),
+        options=StateDictOptions(strict=strict),
+    )
+    return dict(state["extra"])
+
+
+def _stored_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys of `extra` as the checkpoint has them: DCP fills only what it is asked for."""
+    metadata = dcp.FileSystemReader(str(path)).read_metadata()
+    prefix = "extra."
+    return {key[len(prefix) :]: None for key in metadata.state_dict_metadata if key.startswith(prefix)}
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _replace(partial: Path, final: Path) -> None:
+    if final.exists():
+        old = final.with_name(f".{final.name}.replaced")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old)
+    else:
+        partial.rename(final)
+
+
+def _on_rank_zero(action: Any) -> str | None:
+    """Runs `action` on rank 0; returns on every rank what went wrong there, or None."""
+    failure = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = f"rank 0: {error}"
+    return _first_failure(failure)
+
+
+def _first_failure(failure: str | None) -> str | None:
+    """The first rank's failure among all ranks', the same on every rank."""
+    if not dist.is_initialized():
+        return failure
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return next((f for f in failures if f is not None), None)

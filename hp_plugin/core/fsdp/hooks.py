@@ -1,0 +1,188 @@
+"""The hooks of a unit: pre-forward, post-forward, pre-backward, post-backward. Each is one method, in order of time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from hp_plugin.core.fsdp.phase import Phase
+from hp_plugin.core.fsdp.root import Root
+from hp_plugin.core.fsdp.unit import Unit
+from hp_plugin.errors import UnsupportedError
+
+_PLAIN_LEAVES = (torch.Tensor, int, float, complex, bool, str, bytes, type(None))
+
+
+class UnitHooks:
+    """Connects one unit to the forward and backward of its modules.
+
+    Args:
+        unit: The unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._running: set[nn.Module] = set()
+        self._recomputing: list[bool] = []
+        """One entry per forward of the unit in progress: whether it is a recomputation inside the unit's own backward."""
+
+    def register(self) -> None:
+        """Registers the forward and state-dict hooks on every module of the unit."""
+        for module in self.unit.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            # always_call: a forward that raises (checkpointing stops its recomputation so) must not leave a unit unsharded.
+            module.register_forward_hook(self._post_forward, always_call=True)
+            module.register_state_dict_pre_hook(lambda *_: self._reshard_for_state_dict("state_dict"))
+            module.register_load_state_dict_pre_hook(lambda *_: self._reshard_for_state_dict("load_state_dict"))
+
+    def _reshard_for_state_dict(self, hook: str) -> None:
+        if self.unit.has_root:
+            self.unit.reshard(hook)
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit = self.unit
+        is_first = not self._running
+        self._running.add(module)
+        if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
+            with torch.profiler.record_function("hyperfsdp cast inputs"):
+                args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
+        if not is_first:
+            return args, kwargs
+        if not unit.has_root:
+            Root(unit)
+        root = unit.root
+        if root.unit is unit and unit.forward_depth == 0 and not _is_in_backward():
+            root.begin_forward()
+        # In its own backward the unit is unsharded already: activation checkpointing inside recomputes its forward.
+        self._recomputing.append(unit.phase is Phase.BACKWARD)
+        if self._recomputing[-1]:
+            return args, kwargs
+        unit.forward_depth += 1
+        unit.unshard("pre-forward")
+        unit.wait_for_unshard("pre-forward")
+        unit.enter(Phase.FORWARD, "pre-forward")
+        for target in unit.forward_prefetch:
+            target.unshard("forward prefetch")
+        return self._mark_inputs(args, kwargs)
+
+    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Routes the inputs through an identity whose backward runs after everything that the unit computed from them."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        leaves, spec = tree_flatten((args, kwargs))
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not positions:
+            return args, kwargs
+        marked = _AfterBackward.apply(self, *(leaves[i] for i in positions))
+        for position, tensor in zip(positions, marked):
+            leaves[position] = tensor
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        unit = self.unit
+        self._running.discard(module)
+        if unit.policy.output_dtype is not None:
+            output = _cast(output, unit.policy.output_dtype)
+        if self._running or not self._recomputing or self._recomputing.pop():
+            return output
+        unit.forward_depth -= 1
+        has_backward = torch.is_grad_enabled() and self._watch_outputs(output)
+        if unit.forward_depth > 0:
+            return output
+        root = unit.root
+        if has_backward:
+            unit.outstanding_forwards += 1
+            root.record_forward(unit)
+        unit.enter(Phase.UNSHARDED, "post-forward")
+        if self._must_reshard(has_backward):
+            unit.reshard("post-forward")
+        if root.unit is unit and has_backward:
+            root.end_forward()
+        return output
+
+    def _must_reshard(self, has_backward: bool) -> bool:
+        if has_backward and _is_in_backward():
+            # Checkpointing outside the unit recomputes it inside backward: its own backward is next and needs it whole.
+            return False
+        # Without gradients nothing will come back for the full tensors, unless this is the first pass of checkpointing.
+        inside_training_forward = self.unit.root.unit.forward_depth > 0 and self.unit.root.unit is not self.unit
+        return self.unit.reshards_after_forward or not (has_backward or inside_training_forward)
+
+    def _watch_outputs(self, output: Any) -> bool:
+        leaves, _ = tree_flatten(output)
+        watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for tensor in watched:
+            tensor.register_hook(self._pre_backward)
+        if not watched:
+            opaque = [type(leaf).__qualname__ for leaf in leaves if not isinstance(leaf, _PLAIN_LEAVES)]
+            if opaque:
+                raise UnsupportedError(
+                    f"unit {self.unit.name} returns a {opaque[0]}, in which no tensor that requires a gradient can be "
+                    "found; register the class with torch.utils._pytree.register_pytree_node, or return tensors in a "
+                    "tuple, list or dict, so that the backward of the unit can be followed"
+                )
+        return bool(watched)
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, _gradient: torch.Tensor) -> None:
+        unit = self.unit
+        root = unit.root
+        root.open_backward()
+        unit.unshard("pre-backward")
+        unit.wait_for_unshard("pre-backward")
+        unit.enter(Phase.BACKWARD, "pre-backward")
+        unit.awaits_reduction = True
+        unit.counted_backward = False
+        root.prefetch_for_backward(unit)
+
+    def post_backward(self) -> None:
+        """The gradients of the unit's inputs exist, hence normally those of its parameters."""
+        unit = self.unit
+        is_last_use = unit.outstanding_forwards <= 1
+        unit.count_backward()
+        if not unit.awaits_reduction:
+            return
+        if not is_last_use and not unit.has_gradients():
+            # The module was used several times in one graph: autograd adds up all uses before it hands out the sum.
+            return
+        unit.root.finish_backward_of(unit)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity whose backward tells the hooks that everything computed from these inputs has been differentiated.
+
+    Autograd runs ready nodes in reverse order of creation. This node is created before any other of the unit, so it runs
+    after all of them, the accumulation of parameter gradients included.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.hooks.post_backward()
+        return (None, *gradients)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
+            return leaf.to(dtype)
+        return leaf
+
+    return tree_map(cast, tree)

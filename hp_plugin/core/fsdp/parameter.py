@@ -1,0 +1,310 @@
+"""One sharded parameter: its shard at rest, its full tensor with a stable address, and the way between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.slot import Slot
+from hp_plugin.core.layout import local_tensor
+from hp_plugin.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class MeshInfo:
+    """A data-parallel mesh resolved once: the groups and coordinates that the engine needs in every step.
+
+    Attributes:
+        mesh: 1-D `(shard,)` or 2-D `(replicate, shard)`.
+        shard_group: Ranks among which a parameter is split.
+        shard_size: Size of `shard_group`.
+        shard_rank: This rank's coordinate in it.
+        replicate_group: Ranks that hold the same shard; None on a 1-D mesh or where there is one replica.
+        replicate_size: Size of `replicate_group`, 1 where it is None.
+        device: Device of the shards.
+    """
+
+    mesh: DeviceMesh
+    shard_group: dist.ProcessGroup
+    shard_size: int
+    shard_rank: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_size: int
+    device: torch.device
+
+    @classmethod
+    def resolve(cls, mesh: DeviceMesh) -> MeshInfo:
+        """Reads groups and coordinates from `mesh`. Raises ConfigurationError unless it is 1-D or 2-D."""
+        if mesh.ndim not in (1, 2):
+            raise ConfigurationError(
+                f"fully_shard got a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}; it takes a 1-D mesh (shard) or a "
+                '2-D mesh (replicate, shard), for instance mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
+            )
+        shard_axis = mesh.ndim - 1
+        replicate_size = mesh.size(0) if mesh.ndim == 2 else 1
+        index = None
+        if mesh.device_type != "cpu":
+            index = getattr(torch, mesh.device_type).current_device()
+        return cls(
+            mesh=mesh,
+            shard_group=mesh.get_group(shard_axis),
+            shard_size=mesh.size(shard_axis),
+            shard_rank=mesh.get_local_rank(shard_axis),
+            replicate_group=mesh.get_group(0) if replicate_size > 1 else None,
+            replicate_size=replicate_size,
+            device=torch.device(mesh.device_type, index) if index is not None else torch.device(mesh.device_type),
+        )
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Placements of a parameter sharded on `dim`."""
+        return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over which gradients are reduced."""
+        return self.shard_size * self.replicate_size
+
+
+class ShardedParameter:
+    """A parameter of a unit and the two tensors that stand for it.
+
+    At rest the module holds `sharded`, a Parameter that is a DTensor over this rank's slice in the master dtype.
+    While its unit is unsharded the module holds `full`, a plain Parameter in the compute dtype. `full` is one object
+    with one address for life; resharding takes its storage away and unsharding puts it back, so what autograd saved in
+    forward is whole again in backward. Its version counter does not see that.
+
+    With one rank in the shard group and equal dtypes `full` aliases the shard and nothing moves.
+
+    Args:
+        parameter: The parameter as the module has it. Its custom attributes are kept on both tensors.
+        owners: Every (module, name) that holds it; several when it is tied within the unit.
+        info: The mesh.
+        dim: The dim to shard.
+        compute_dtype: Dtype of `full`.
+        master_dtype: Dtype of the shard.
+        name: Name for messages, relative to the unit's module.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        owners: list[tuple[nn.Module, str]],
+        *,
+        info: MeshInfo,
+        dim: int,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        name: str,
+    ) -> None:
+        self.owners = owners
+        self.info = info
+        self.name = name
+        self.slot = Slot(tuple(parameter.shape), dim, info.shard_size)
+        self.placements = info.placements(dim)
+        self.compute_dtype = compute_dtype
+        self.master_dtype = master_dtype
+        self.attributes = {k: v for k, v in vars(parameter).items() if not k.startswith("_hyperfsdp")}
+        self.sharded = self._shard(parameter)
+        self.unsharded_gradient: torch.Tensor | None = None
+        """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
+        self._full: nn.Parameter | None = None
+        self._buffer: torch.Tensor | None = None
+        self._aliased_shard: torch.Tensor | None = None
+        self._staging: torch.Tensor | None = None
+        self._install(self.sharded)
+
+    # ---- at rest ----------------------------------------------------------------------------------------------------
+
+    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        slot, rank = self.slot, self.info.shard_rank
+        with torch.no_grad():
+            piece = parameter.detach().narrow(slot.dim, slot.offset(rank), slot.length(rank))
+            # A copy of its own even where the slice is contiguous: a view would keep the whole parameter alive.
+            local = torch.empty_like(piece, dtype=self.master_dtype, memory_format=torch.contiguous_format)
+            if not piece.is_meta:
+                local.copy_(piece)
+        sharded = nn.Parameter(self.wrap(local), requires_grad=parameter.requires_grad)
+        _attach(sharded, self.attributes)
+        return sharded
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """`local`, laid out as the shard of this parameter, as a DTensor. No communication."""
+        stride = torch.empty(self.slot.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.info.mesh, self.placements, run_check=False, shape=torch.Size(self.slot.shape), stride=stride
+        )
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard as a plain tensor in the master dtype, without padding."""
+        return local_tensor(self.sharded)
+
+    def adopt_replacement(self) -> None:
+        """Takes over a Parameter that replaced the sharded one in the module (`to_empty`, `load_state_dict(assign=True)`).
+
+        Raises:
+            ConfigurationError: If the new one is not a DTensor of the same layout, dtype and device.
+        """
+        module, attribute = self.owners[0]
+        current = module._parameters[attribute]
+        if current is self.sharded or current is self._full:
+            return
+        if (
+            not isinstance(current, DTensor)
+            or tuple(current.placements) != self.placements
+            or tuple(current.shape) != self.slot.shape
+            or current.dtype != self.master_dtype
+        ):
+            raise ConfigurationError(
+                f"parameter {self.name} was replaced after fully_shard by a {type(current).__name__} of "
+                f"{getattr(current, 'dtype', None)} and shape {tuple(getattr(current, 'shape', ()))}; expected a DTensor "
+                f"with placements {self.placements}, {self.master_dtype} and shape {self.slot.shape}. Change dtype and "
+                "shape before fully_shard, or load with assign=False"
+            )
+        assert isinstance(current, nn.Parameter)
+        self.sharded = current
+        _attach(current, self.attributes)
+        for owner, owner_attribute in self.owners:
+            owner._parameters[owner_attribute] = current
+
+    def _install(self, parameter: nn.Parameter) -> None:
+        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we need.
+        for module, attribute in self.owners:
+            module._parameters[attribute] = parameter
+
+    # ---- shard -> full ----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_alias(self) -> bool:
+        return self.info.shard_size == 1 and self.compute_dtype == self.master_dtype
+
+    def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Allocates the full tensor and returns (output, input) of its all-gather, both contiguous and 1-D.
+
+        Returns None where nothing has to be gathered. The shard itself is the input where it can be; otherwise it is
+        written, cast and padded, into its own slot of the output, which then is the input.
+        """
+        local = self.local
+        if self._is_alias:
+            if self._aliased_shard is not local:
+                self._full = nn.Parameter(local.detach(), requires_grad=self.sharded.requires_grad)
+                _attach(self._full, self.attributes)
+                self._aliased_shard = local
+            return None
+        slot, rank = self.slot, self.info.shard_rank
+        self._allocate_full()
+        output = self._buffer
+        assert output is not None
+        if not slot.is_row_major:
+            output = self._staging = torch.empty(slot.padded_numel, dtype=self.compute_dtype, device=self.info.device)
+        own = output.narrow(0, rank * slot.slot_numel, slot.slot_numel)
+        if local.dtype == self.compute_dtype and slot.length(rank) == slot.chunk and slot.group_size > 1:
+            # A shard that was replaced or transposed by the user may have strides of its own.
+            return output, local.contiguous().view(-1)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(output):
+            own.view(slot.slot_shape).narrow(slot.dim, 0, slot.length(rank)).copy_(local)
+        counters.copied_bytes += local.numel() * self.compute_dtype.itemsize
+        return (output, own) if slot.group_size > 1 else None
+
+    def finish_gather(self, counters: Counters) -> None:
+        """Completes the full tensor after the all-gather and puts it into the module."""
+        full = self._full
+        assert full is not None
+        if self._staging is not None:
+            slot = self.slot
+            slots = self._staging.view(slot.group_size, *slot.slot_shape)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(full):
+                for rank in range(slot.group_size):
+                    length = slot.length(rank)
+                    full.narrow(slot.dim, slot.offset(rank), length).copy_(slots[rank].narrow(slot.dim, 0, length))
+            counters.copied_bytes += slot.numel * self.compute_dtype.itemsize
+            self._staging = None
+        if full.requires_grad != self.sharded.requires_grad:
+            full.requires_grad_(self.sharded.requires_grad)
+        self._install(full)
+
+    def _allocate_full(self) -> None:
+        slot = self.slot
+        numel = slot.padded_numel if slot.is_row_major else slot.numel
+        if self._buffer is None:
+            self._buffer = torch.empty(numel, dtype=self.compute_dtype, device=self.info.device)
+            view = self._buffer.narrow(0, 0, slot.numel).view(slot.shape)
+            self._full = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+            _attach(self._full, self.attributes)
+        else:
+            self._buffer.untyped_storage().resize_(numel * self.compute_dtype.itemsize)
+
+    # ---- full -> shard ----------------------------------------------------------------------------------------------
+
+    def release_full(self) -> None:
+        """Puts the shard back into the module and frees the full tensor's storage. Keeps `full.grad`."""
+        self._install(self.sharded)
+        self._staging = None
+        if self._buffer is not None:
+            self._buffer.untyped_storage().resize_(0)
+
+    @property
+    def full_is_alive(self) -> bool:
+        """Whether the full tensor holds memory of its own."""
+        return self._buffer is not None and self._buffer.untyped_storage().size() > 0
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient that autograd left on the full parameter, which loses it."""
+        if self._full is None or self._full.grad is None:
+            return None
+        gradient, self._full.grad = self._full.grad, None
+        return gradient
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether autograd left a gradient on the full parameter."""
+        return self._full is not None and self._full.grad is not None
+
+    def reduction_operand(self, gradient: torch.Tensor | None, dtype: torch.dtype, counters: Counters) -> torch.Tensor:
+        """`gradient` of the full parameter as the input of its reduce-scatter: contiguous, 1-D, padded, in `dtype`.
+
+        It is the gradient itself where dtype, strides and evenness allow, else one copy. None stands for zeros.
+        """
+        slot = self.slot
+        if gradient is None:
+            return torch.zeros(slot.padded_numel, dtype=dtype, device=self.info.device)
+        if slot.is_row_major and slot.is_even and gradient.dtype == dtype and gradient.is_contiguous():
+            return gradient.detach().view(-1)
+        operand = torch.empty(slot.padded_numel, dtype=dtype, device=self.info.device)
+        if not slot.is_even:
+            operand.zero_()
+        counters.copied_bytes += slot.numel * dtype.itemsize
+        if slot.is_row_major:
+            operand.narrow(0, 0, slot.numel).view(slot.shape).copy_(gradient.detach())
+            return operand
+        slots = operand.view(slot.group_size, *slot.slot_shape)
+        for rank in range(slot.group_size):
+            length = slot.length(rank)
+            piece = gradient.detach().narrow(slot.dim, slot.offset(rank), length)
+            slots[rank].narrow(slot.dim, 0, length).copy_(piece)
+        return operand
+
+
+def _attach(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
+    for key, value in attributes.items():
+        setattr(parameter, key, value)
+
+
+def find_owners(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every parameter held directly by one of `modules`, with all its holders, in order of appearance."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in modules:
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, attribute))
+    return owners

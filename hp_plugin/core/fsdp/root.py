@@ -1,0 +1,134 @@
+"""State shared by the units under one root module: names, recorded order, the reduction pipeline, end of backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.phase import Phase
+from hp_plugin.core.fsdp.reduction import ReductionPipeline
+from hp_plugin.core.fsdp.unit import Unit
+from hp_plugin.errors import ConfigurationError
+
+
+class Root:
+    """Shared by a root unit and all units in its modules. Two root modules share nothing.
+
+    Args:
+        unit: The unit whose forward ran first without a root: the outermost one.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.units: list[Unit] = []
+        """In order of `modules()` of the root, the root unit first."""
+        self.counters = Counters()
+        self.pipeline = ReductionPipeline(self.counters)
+        self.is_last_backward = True
+        self._backward_is_open = False
+        self._forward_order: list[Unit] = []
+        self._order_is_recorded = False
+        self._collect()
+
+    def _collect(self) -> None:
+        seen: set[int] = set()
+        for top in self.unit.modules:
+            for name, module in top.named_modules():
+                unit = unit_of(module)
+                if unit is None or id(unit) in seen:
+                    continue
+                seen.add(id(unit))
+                unit.attach(self, name or f"root ({type(module).__name__})")
+                self.units.append(unit)
+        self._refuse_meta_parameters()
+
+    def _refuse_meta_parameters(self) -> None:
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.adopt_replacement()
+                if parameter.local.is_meta:
+                    raise ConfigurationError(
+                        f"parameter {parameter.name} of unit {unit.name} is still on the meta device; materialise the "
+                        "model before its first forward: model.to_empty(device=...) and then initialise its weights"
+                    )
+
+    # ---- order ------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Called when the root's forward starts, outside backward: the last backward must be over and delivered."""
+        if self._backward_is_open:
+            self._abandon_backward()
+        self.pipeline.flush()
+
+    def _abandon_backward(self) -> None:
+        """The last backward raised before its end: its gradients are lost, its full tensors are released."""
+        self._backward_is_open = False
+        for unit in self.units:
+            unit.awaits_reduction = False
+            for parameter in unit.parameters:
+                parameter.take_gradient()
+            unit.reshard("begin of forward after a failed backward")
+
+    def record_forward(self, unit: Unit) -> None:
+        """Remembers in which order units finish their first forward; backward prefetches in reverse."""
+        if not self._order_is_recorded and unit not in self._forward_order:
+            self._forward_order.append(unit)
+
+    def end_forward(self) -> None:
+        """Called when the root's forward with gradients ends: from now on the order is fixed."""
+        self._order_is_recorded = True
+
+    def prefetch_for_backward(self, unit: Unit) -> None:
+        """Issues the all-gather of what backward needs after `unit`."""
+        if unit.backward_prefetch is not None:
+            targets = unit.backward_prefetch
+        elif unit in self._forward_order:
+            position = self._forward_order.index(unit)
+            targets = self._forward_order[position - 1 : position]
+        else:
+            targets = []
+        for target in targets:
+            if target.outstanding_forwards > 0:
+                target.unshard("backward prefetch")
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def open_backward(self) -> None:
+        """Called when backward reaches the first unit: arranges that `close_backward` runs when it ends."""
+        if not self._backward_is_open:
+            self._backward_is_open = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.close_backward)
+
+    def close_backward(self) -> None:
+        """End of backward: reduces what no hook has reduced, reshards, and waits until every `.grad` is final.
+
+        Units whose inputs need no gradient (an embedding, the root) have no later hook than this one. The order is that
+        of the units, reversed, so all ranks agree on it.
+        """
+        self._backward_is_open = False
+        for unit in reversed(self.units):
+            if unit.awaits_reduction:
+                if not unit.counted_backward:
+                    unit.count_backward()
+                self.finish_backward_of(unit)
+            elif unit.phase is Phase.GATHERING:
+                # Prefetched for a backward that never came: its output was not used in the loss.
+                unit.reshard("end of backward")
+        if self.is_last_backward:
+            self.pipeline.flush()
+
+    def finish_backward_of(self, unit: Unit) -> None:
+        """All gradients of `unit` of this backward exist: releases its full tensors and starts the reduction."""
+        if unit.reshard_after_backward:
+            unit.reshard("post-backward")
+        else:
+            unit.enter(Phase.UNSHARDED, "post-backward")
+        unit.submit_gradients()
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made for `module`; None where it made none."""
+    unit = module.__dict__.get("_hyperfsdp_unit")
+    assert unit is None or isinstance(unit, Unit)
+    return unit

@@ -1,0 +1,238 @@
+"""A unit: the parameters that are unsharded together, their phase, and what each hook does with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
+from hp_plugin.core.fsdp.phase import Phase, check_transition
+from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
+from hp_plugin.core.fsdp.reduction import Reduction
+from hp_plugin.core.transport import C10dTransport, Pending
+from hp_plugin.errors import HyperParallelError
+
+if TYPE_CHECKING:
+    from hp_plugin.core.fsdp.root import Root
+
+
+class Unit:
+    """The state of one `fully_shard` call.
+
+    Args:
+        modules: The modules given to `fully_shard`.
+        parameters: Their parameters that no other unit manages.
+        info: The mesh.
+        policy: Mixed precision.
+        reshard_after_forward: Whether full tensors are released between forward and backward. None: yes, except in the
+            root unit, which backward needs first.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: list[ShardedParameter],
+        *,
+        info: MeshInfo,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.parameters = parameters
+        self.info = info
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.divide_factor = float(info.world_size)
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] | None = None
+        self.name = type(modules[0]).__name__
+        self.outstanding_forwards = 0
+        """Forwards whose backward has not passed yet; several under pipeline parallelism or when a module is reused."""
+        self.awaits_reduction = False
+        """Whether backward has entered this unit and its gradients have not been submitted."""
+        self.counted_backward = False
+        """Whether `count_backward` has run since backward entered this unit."""
+        self.forward_depth = 0
+        self._root: Root | None = None
+        self._phase = Phase.SHARDED
+        self._gather: Pending | None = None
+        self._versions: torch.autograd._unsafe_preserve_version_counter | None = None
+        self._gradients: UnitGradients | None = None
+        self._transport = C10dTransport(info.shard_group) if info.shard_size > 1 else None
+
+    # ---- identity ---------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Root:
+        """State shared by all units under one root module; exists from the first forward on."""
+        if self._root is None:
+            raise HyperParallelError(f"unit {self.name} has no root yet: run a forward of the root module first")
+        return self._root
+
+    def attach(self, root: Root, name: str) -> None:
+        """Makes this a unit of `root`, called `name` in messages."""
+        self._root = root
+        self.name = name
+
+    @property
+    def has_root(self) -> bool:
+        """Whether a first forward has connected this unit to its root."""
+        return self._root is not None
+
+    @property
+    def phase(self) -> Phase:
+        """What the parameters of the unit are at the moment."""
+        return self._phase
+
+    def enter(self, phase: Phase, hook: str) -> None:
+        """Changes the phase; raises IllegalPhaseError where `hook` must not run in the current one."""
+        if phase is not self._phase:
+            check_transition(self.name, self._phase, phase, hook)
+            self._phase = phase
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """`reshard_after_forward` with its default resolved."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self._root is None or self._root.unit is not self
+
+    # ---- unshard and reshard ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unshard(self, hook: str) -> None:
+        """Issues the all-gather of all parameters. Every rank of the shard group must call, in the same order."""
+        if self._phase is not Phase.SHARDED:
+            return
+        self.enter(Phase.GATHERING, hook)
+        counters = self.root.counters
+        outputs, inputs = [], []
+        for parameter in self.parameters:
+            parameter.adopt_replacement()
+            operands = parameter.begin_gather(counters)
+            if operands is not None:
+                outputs.append(operands[0])
+                inputs.append(operands[1])
+        if outputs and self._transport is not None:
+            # Autograd saved these tensors in forward; that their storage is filled again is no modification. gloo writes
+            # from a thread of its own, so the versions of now are put back when the collective has been waited for.
+            self._versions = torch.autograd._unsafe_preserve_version_counter(tuple(outputs))
+            self._gather = self._transport.all_gather(outputs, inputs)
+            counters.all_gathers += 1
+            counters.all_gather_bytes += sum(o.numel() * o.dtype.itemsize for o in outputs)
+
+    def wait_for_unshard(self, hook: str) -> None:
+        """Waits for the all-gather and puts the full parameters into the modules."""
+        if self._phase is not Phase.GATHERING:
+            return
+        self._wait_for_gather()
+        for parameter in self.parameters:
+            parameter.finish_gather(self.root.counters)
+        self.enter(Phase.UNSHARDED, hook)
+
+    def reshard(self, hook: str) -> None:
+        """Puts the shards back into the modules and releases the full tensors. No communication."""
+        if self._phase is Phase.SHARDED:
+            return
+        self._wait_for_gather()
+        for parameter in self.parameters:
+            parameter.release_full()
+        self.enter(Phase.SHARDED, hook)
+
+    def _wait_for_gather(self) -> None:
+        if self._gather is None or self._versions is None:
+            return
+        self._gather.wait()
+        with self._versions:
+            self._gather = self._versions = None
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which gradients of this unit are summed."""
+        if self.policy.reduce_dtype is not None:
+            return self.policy.reduce_dtype
+        return functools.reduce(torch.promote_types, (p.compute_dtype for p in self.parameters))
+
+    def count_backward(self) -> None:
+        """The backward of one forward has passed."""
+        self.outstanding_forwards = max(0, self.outstanding_forwards - 1)
+        self.counted_backward = True
+
+    def has_gradients(self) -> bool:
+        """Whether autograd left a gradient on any full parameter."""
+        return any(p.has_gradient for p in self.parameters)
+
+    @torch.no_grad()
+    def submit_gradients(self) -> None:
+        """Hands the gradients of this backward to the reduction, or keeps them unsharded where sync is off."""
+        self.awaits_reduction = False
+        trainable = [p for p in self.parameters if p.sharded.requires_grad]
+        if not trainable:
+            return
+        if not self.requires_gradient_sync:
+            for parameter in trainable:
+                self._keep_unsharded(parameter)
+            return
+        storage = self._gradient_storage(trainable)
+        self.root.pipeline.submit(storage, lambda: self._reduction(storage))
+
+    def _reduction(self, storage: UnitGradients) -> Reduction:
+        operands = []
+        for parameter in storage.parameters:
+            if parameter.unsharded_gradient is not None:
+                self._keep_unsharded(parameter)
+                gradient, parameter.unsharded_gradient = parameter.unsharded_gradient, None
+            else:
+                gradient = parameter.take_gradient()
+            operands.append(parameter.reduction_operand(gradient, storage.dtype, self.root.counters))
+        return Reduction(
+            gradients=storage,
+            operands=operands,
+            transport=self._transport,
+            replicate_group=self.info.replicate_group,
+            all_reduce=self.requires_all_reduce,
+            divide_factor=self.divide_factor,
+        )
+
+    def _keep_unsharded(self, parameter: ShardedParameter) -> None:
+        gradient = parameter.take_gradient()
+        if gradient is None:
+            return
+        if parameter.unsharded_gradient is None:
+            parameter.unsharded_gradient = gradient.to(self.reduce_dtype)
+        else:
+            parameter.unsharded_gradient.add_(gradient)
+
+    def _gradient_storage(self, trainable: list[ShardedParameter]) -> UnitGradients:
+        storage = self._gradients
+        if storage is None or [id(p) for p in storage.parameters] != [id(p) for p in trainable]:
+            if storage is not None and storage.partial is not None:
+                raise HyperParallelError(
+                    f"unit {self.name}: requires_grad of a parameter changed while gradients of earlier micro-batches "
+                    "wait for their reduction between supernodes; change it after a backward with "
+                    "set_requires_all_reduce(True)"
+                )
+            storage = UnitGradients(trainable, self.reduce_dtype, self.info.device, self.root.counters)
+            self._gradients = storage
+        return storage
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes and dtypes of the unit as data: parameters, elements, bytes at rest and unsharded."""
+        return {
+            "name": self.name,
+            "parameters": len(self.parameters),
+            "numel": sum(p.slot.numel for p in self.parameters),
+            "bytes_at_rest": sum(p.local.numel() * p.master_dtype.itemsize for p in self.parameters),
+            "bytes_unsharded": sum(p.slot.padded_numel * p.compute_dtype.itemsize for p in self.parameters),
+            "reshard_after_forward": self.reshards_after_forward,
+        }

@@ -1,0 +1,107 @@
+"""Collectives of one unit through torch.distributed, on any backend.
+
+Every parameter is gathered straight into its full tensor and reduced straight out of its gradient, so nothing is packed.
+All parameters of a unit leave in one coalesced launch where the backend has one and gains from it; see `_launches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_plugin.core.devices import Capabilities, backend_capabilities
+
+# torch 2.13 renamed the flat collectives and deprecates the names that 2.7 has.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """Collectives in flight, and the tensors that must live until they are done."""
+
+    __slots__ = ("_keep", "_works")
+
+    def __init__(self, works: Sequence[Any], keep: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        self._keep: Sequence[torch.Tensor] = keep
+
+    def wait(self) -> None:
+        """Makes the results visible: blocks the host on gloo, the current stream on a device. Idempotent."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = ()
+        self._keep = ()
+
+
+class C10dTransport:
+    """All-gather and reduce-scatter inside one shard group.
+
+    Args:
+        group: The shard group. Every rank of it must call every method in the same order; one thread per group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.capabilities: Capabilities = backend_capabilities(group)
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
+        """Gathers `inputs[i]` of all ranks, in rank order, into `outputs[i]`.
+
+        Args:
+            outputs: Contiguous 1-D tensors, each `group.size()` times as long as its input.
+            inputs: Contiguous 1-D tensors, of the same length on every rank; may be this rank's slice of the output.
+
+        Returns:
+            The collective in flight.
+        """
+        works: list[Any] = []
+        for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_all_gather):
+            if len(outs) > 1:
+                works.append(self.group.allgather_into_tensor_coalesced(outs, ins))
+            else:
+                works.append(_all_gather_flat(outs[0], ins[0], group=self.group, async_op=True))
+        return Pending(works, [*outputs, *inputs])
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
+        """Sums `inputs[i]` over all ranks and leaves this rank's slice of the sum in `outputs[i]`.
+
+        Args:
+            outputs: Contiguous 1-D tensors.
+            inputs: Contiguous 1-D tensors of the outputs' dtype, each `group.size()` times as long as its output.
+                They must not change before the returned handle has been waited for.
+
+        Returns:
+            The collective in flight.
+        """
+        works: list[Any] = []
+        for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
+            if len(outs) > 1:
+                options = dist.ReduceScatterOptions()
+                options.reduceOp = dist.ReduceOp.SUM
+                works.append(self.group.reduce_scatter_tensor_coalesced(outs, ins, options))
+            else:
+                works.append(_reduce_scatter_flat(outs[0], ins[0], op=dist.ReduceOp.SUM, group=self.group, async_op=True))
+        return Pending(works, [*outputs, *inputs])
+
+
+def all_reduce_sum(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sums `buffer` over the ranks of `group` in place, asynchronously. Every rank of the group must call."""
+    return Pending([dist.all_reduce(buffer, op=dist.ReduceOp.SUM, group=group, async_op=True)], [buffer])
+
+
+def _launches(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, coalesce: bool
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Splits a unit's operands into launches: one per dtype when coalesced, else one per operand."""
+    if not coalesce:
+        return [([o], [i]) for o, i in zip(outputs, inputs)]
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for out, inp in zip(outputs, inputs):
+        outs, ins = by_dtype.setdefault(inp.dtype, ([], []))
+        outs.append(out)
+        ins.append(inp)
+    return list(by_dtype.values())
