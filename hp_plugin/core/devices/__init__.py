@@ -11,6 +11,7 @@ from hp_plugin.core.devices.device import (
     NullEvent,
     NullStream,
     Stream,
+    default_device_type,
     get_device,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "NullStream",
     "Stream",
     "backend_capabilities",
+    "default_device_type",
     "get_device",
 ]

@@ -252,3 +252,14 @@ def get_device(device_type: str) -> Device:
     if device_type in ("cuda", "npu"):
         return AcceleratorDevice(device_type)
     raise UnsupportedError(f"device type {device_type!r} is not supported; use 'cpu', 'cuda' or 'npu'.")
+
+
+def default_device_type() -> str:
+    """The type of accelerator that this process can use, else `"cpu"`.
+
+    NPU is asked first: where torch_npu is told to stand in for CUDA, `torch.cuda` answers for it too.
+    """
+    for device_type in ("npu", "cuda"):
+        if get_device(device_type).is_available():
+            return device_type
+    return "cpu"

@@ -1,0 +1,205 @@
+"""AdamW on the local shards of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT, StateDict
+
+from hp_plugin.core.layout import local_tensor
+from hp_plugin.errors import ConfigurationError, UnsupportedError
+
+
+class HyperAdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) that steps the part of each parameter that this rank holds.
+
+    The arithmetic is torch's own functional `adamw`, called on plain local tensors, so the result equals, bit for bit,
+    that of `torch.optim.AdamW` with the same `foreach` and `fused` on those tensors. AdamW is elementwise: a step
+    needs no communication, and a parameter may be divided in any way. A step builds and dispatches no `DTensor`.
+
+    State of each parameter, made at its first step: `step` (0-dim fp32), `exp_avg` and `exp_avg_sq` (shape, dtype and
+    placements of the parameter; a `DTensor` if the parameter is one). Ranks whose shard is empty keep empty state and
+    count steps too, so that a state dict says the same on every rank.
+
+    Args:
+        params: parameters, or parameter groups as of any torch optimizer; each a plain tensor or a `DTensor`.
+        lr: learning rate.
+        betas: decay rates of the running means of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: decoupled decay, multiplied by `lr`.
+        foreach: as of `torch.optim.AdamW`; None leaves the choice to torch.
+        fused: as of `torch.optim.AdamW`; None leaves the choice to torch, which is False at present.
+
+    `amsgrad`, `maximize`, `capturable` and `differentiable` do not exist here; a state dict that has one of them on is
+    refused.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters to be stepped, with their own options; see `torch.optim.Optimizer.add_param_group`."""
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient. No communication.
+
+        Args:
+            closure: evaluates the model again, with gradients, and returns the loss.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            ConfigurationError: a gradient is placed differently from its parameter.
+            UnsupportedError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        exp_avgs: list[torch.Tensor] = []
+        exp_avg_sqs: list[torch.Tensor] = []
+        steps: list[torch.Tensor] = []
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param] or self._new_state(param, fused=bool(group["fused"]))
+            local = local_tensor(param)
+            if local.numel() == 0:
+                state["step"] += 1
+                continue
+            params.append(local)
+            grads.append(_local_gradient(param))
+            exp_avgs.append(local_tensor(state["exp_avg"]))
+            exp_avg_sqs.append(local_tensor(state["exp_avg_sq"]))
+            steps.append(state["step"])
+        if not params:
+            return
+        beta1, beta2 = group["betas"]
+        adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            foreach=group["foreach"],
+            fused=group["fused"],
+            has_complex=any(param.is_complex() for param in params),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _new_state(self, param: torch.Tensor, *, fused: bool) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        # The fused kernels read the step on the device; the others would wait for the device to read it there.
+        device = local_tensor(param).device if fused else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["exp_avg"] = _zeros_like(param)
+        state["exp_avg_sq"] = _zeros_like(param)
+        return state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads what `state_dict()` of the same mesh gave; also that of a `torch.optim.AdamW` without extras.
+
+        To load across meshes, use `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`.
+
+        Raises:
+            UnsupportedError: an option is on that HyperAdamW does not have.
+            ConfigurationError: the state of a parameter has another local shape than the parameter.
+        """
+        for group in state_dict["param_groups"]:
+            _check_options(group)
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name in ("foreach", "fused"):
+                group.setdefault(name, self.defaults[name])
+            for param in group["params"]:
+                _check_state(param, self.state.get(param, {}))
+
+
+def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        raise ConfigurationError(
+            f"a parameter of shape {tuple(param.shape)} is placed as {param.placements}, but its gradient as "
+            f"{grad.placements}; reduce or redistribute the gradient before the optimizer step."
+        )
+    if grad.is_sparse:
+        raise UnsupportedError("HyperAdamW does not support sparse gradients; use torch.optim.SparseAdam for them.")
+    return local_tensor(grad)
+
+
+def _zeros_like(param: torch.Tensor) -> torch.Tensor:
+    """Zeros of the local shape; for a `DTensor` wrapped in its spec, without dispatch or communication."""
+    zeros = torch.zeros_like(local_tensor(param), memory_format=torch.preserve_format, requires_grad=False)
+    if not isinstance(param, DTensor):
+        return zeros
+    return DTensor(zeros, param._spec, requires_grad=False)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    lr, betas, eps, decay = (options.get(name) for name in ("lr", "betas", "eps", "weight_decay"))
+    if isinstance(lr, torch.Tensor):
+        raise UnsupportedError("HyperAdamW needs lr as a number, but got a tensor; pass float(lr).")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
+        if value is not None and not value >= 0:
+            raise ConfigurationError(f"{name} is {value}, but must not be negative.")
+    if betas is not None and not all(0 <= beta < 1 for beta in betas):
+        raise ConfigurationError(f"betas are {tuple(betas)}, but each must be at least 0 and below 1.")
+    if options.get("foreach") and options.get("fused"):
+        raise ConfigurationError("foreach and fused are both on; choose one of them.")
+    for name in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if options.get(name):
+            raise UnsupportedError(
+                f"HyperAdamW has no option {name!r}, which is on here; use torch.optim.AdamW for it."
+            )
+
+
+def _check_state(param: torch.Tensor, state: dict[str, Any]) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name in state and local_tensor(state[name]).shape != local_tensor(param).shape:
+            raise ConfigurationError(
+                f"the loaded {name} of a parameter of shape {tuple(param.shape)} has the local shape "
+                f"{tuple(local_tensor(state[name]).shape)}, but this rank holds {tuple(local_tensor(param).shape)}; "
+                "load across meshes with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+            )
