@@ -64,7 +64,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--use-megatron-fsdp", "use_megatron_fsdp", _is_on, _OWN_SHARDING),
     Conflict("--use-custom-fsdp", "use_custom_fsdp", _is_on, _OWN_SHARDING),
     Conflict("--use-layer-wise-distributed-optimizer", "use_layer_wise_distributed_optimizer", _is_on, _OWN_SHARDING),
-    Conflict("--optimizer", "optimizer", _other_than("adam"), "use --optimizer adam"),
+    Conflict("--optimizer", "optimizer", _other_than("adam", "sgd"), "use --optimizer adam or sgd"),
     Conflict("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _is_on,
              "optimizer states are fp32; remove the flag"),
     Conflict("--optimizer-cpu-offload", "optimizer_cpu_offload", _is_on,

@@ -1,0 +1,98 @@
+"""The matrix of Megatron jobs that the tests run: a tiny GPT on the byte corpus, with one thing varied at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CPU = (
+    "--hyperfsdp-device cpu --distributed-backend gloo --use-cpu-initialization --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"
+).split()
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 "
+    "--micro-batch-size 2 --global-batch-size 16 --train-iters 12 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 200 "
+    "--weight-decay 0.01 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 256 --split 90,5,5 "
+    "--num-workers 0 --log-interval 1 --eval-interval 1000 --eval-iters 0"
+).split()
+
+FP32_TOLERANCE = 2e-6
+BF16_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One configuration that stock Megatron and HyperFSDP both run.
+
+    Attributes:
+        name: Test id.
+        stock: Arguments beyond ``TINY``, of both runs. Jobs with equal ones share one stock run.
+        ours: Arguments beyond ``--use-hyperfsdp``.
+        ranks: World size.
+        full: Runs in ``make test-full`` only.
+        tolerance: Largest relative difference of a loss or gradient norm.
+    """
+
+    name: str
+    stock: str = ""
+    ours: str = "--hyperfsdp-supernode-size 2"
+    ranks: int = 4
+    full: bool = False
+    tolerance: float = FP32_TOLERANCE
+    stock_arguments: tuple[str, ...] = field(init=False)
+    our_arguments: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stock_arguments", (*TINY, *CPU, *self.stock.split()))
+        object.__setattr__(self, "our_arguments", (*self.stock_arguments, "--use-hyperfsdp", *self.ours.split()))
+
+
+_TP, _PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+
+JOBS = (
+    Job("dp4-supernodes-of-1", ours="--hyperfsdp-supernode-size 1", full=True),
+    Job("dp4-supernodes-of-2"),
+    Job("dp4-supernodes-of-4", ours="--hyperfsdp-supernode-size 4"),
+    Job("dp4-shard-over-the-world", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-shard-size world", full=True),
+    Job("dp4-shards-of-1", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-shard-size 1", full=True),
+    Job("dp4-keep-after-forward", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-reshard-after-forward false", full=True),
+    Job("dp4-host-names", ours="--hyperfsdp-supernode-size auto", full=True),
+    Job("dp2", ranks=2, full=True),
+    Job("dp1", ranks=1, ours="--hyperfsdp-supernode-size 1", full=True),
+    Job("tp2", _TP),
+    Job("tp2-sequence-parallel", f"{_TP} --sequence-parallel"),
+    Job("tp4", "--tensor-model-parallel-size 4", ours="--hyperfsdp-supernode-size 4", full=True),
+    Job("pp2", _PP),
+    Job("pp2-interleaved", f"{_PP} --num-layers-per-virtual-pipeline-stage 1"),
+    Job("tp2-pp2", f"{_TP} {_PP}"),
+    Job("tp2-pp2-sequence-parallel", f"{_TP} {_PP} --sequence-parallel", full=True),
+    Job("bf16", "--bf16", tolerance=BF16_TOLERANCE),
+    Job("bf16-tp2-sequence-parallel", f"--bf16 {_TP} --sequence-parallel", tolerance=BF16_TOLERANCE, full=True),
+    Job("bf16-reduce", "--bf16 --grad-reduce-in-bf16", tolerance=5e-3, full=True),
+    Job("per-token-loss", "--calculate-per-token-loss"),
+    Job("per-token-loss-pp2", f"--calculate-per-token-loss {_PP}", full=True),
+    Job("swiglu", "--swiglu"),
+    Job("untied-embeddings", "--untie-embeddings-and-output-weights"),
+    Job("untied-pp2", f"--untie-embeddings-and-output-weights {_PP}", full=True),
+    Job("recompute-full", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    Job("recompute-selective", "--recompute-granularity selective", full=True),
+    Job("three-micro-batches", "--global-batch-size 24"),
+    Job("three-micro-batches-pp2", f"--global-batch-size 24 {_PP}", full=True),
+    Job("overlap-grad-reduce", "--overlap-grad-reduce", full=True),
+    Job("grouped-query-rmsnorm-swiglu",
+        "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2", full=True),
+    Job("biases-and-learned-positions", "--position-embedding-type learned_absolute --add-position-embedding", full=True),
+    Job("sgd", "--optimizer sgd --sgd-momentum 0.9", full=True),
+    Job("clipping-bites", "--clip-grad 0.1", full=True),
+    Job("no-clipping", "--clip-grad 0", full=True),
+    Job("random-init", "--data-parallel-random-init", full=True),
+    Job("zeros-and-parameter-norm", "--log-num-zeros-in-grad --log-params-norm", full=True),
+)
+
+
+def tiny_job(*arguments: str) -> list[str]:
+    """Command line of a tiny job on CPU with more arguments."""
+    return [*TINY, *CPU, *arguments]

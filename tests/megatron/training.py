@@ -1,0 +1,111 @@
+"""Rank functions that train with Megatron's own loop and report losses, norms and weights in full precision.
+
+Nothing of Megatron is changed for that: the harness wraps ``training_log`` and ``train`` in the rank's process,
+which see what the log prints before it is rounded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@dataclass
+class Run:
+    """What one rank saw.
+
+    Attributes:
+        losses: iteration -> loss; empty on ranks without the last pipeline stage.
+        norms: iteration -> gradient norm before clipping.
+        weights: parameter name -> full tensor of this tensor- and pipeline-parallel rank, after the run.
+        logged: iteration -> (number of zeros in the gradients, norm of the parameters), where Megatron computes them.
+        rebound: what of Megatron was replaced during the run.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    logged: dict[int, tuple[float | None, float | None]] = field(default_factory=dict)
+    rebound: list[str] = field(default_factory=list)
+
+
+def train(*, argv: list[str], keep_weights: bool = True) -> Run:
+    """Run ``examples/pretrain_gpt.py`` with ``argv`` on this rank."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    sys.argv = ["pretrain_gpt.py", *argv]
+    import hp_plugin.megatron
+
+    hp_plugin.megatron.install()
+    run = Run()
+    _observe(run, keep_weights=keep_weights)
+    example("pretrain_gpt").main()
+    return run
+
+
+def build_corpus(*, prefix: str, tokens: int) -> dict[str, int]:
+    """Build the byte corpus, on one rank, where Megatron is imported already."""
+    return dict(example("byte_corpus").build(Path(prefix), tokens=tokens))
+
+
+def example(name: str) -> ModuleType:
+    """Import a file of ``examples/`` by name."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def _observe(run: Run, *, keep_weights: bool) -> None:
+    import hp_plugin.megatron
+    from megatron.training import training
+
+    log, train_loop = training.training_log, training.train
+
+    def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        names = ["total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag", "skipped_iter",
+                 "grad_norm", "params_norm", "num_zeros_in_grad"]
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        iteration = values["iteration"]
+        if "lm loss" in loss_dict:
+            run.losses[iteration] = float(loss_dict["lm loss"])
+        if values["grad_norm"] is not None:
+            run.norms[iteration] = float(values["grad_norm"])
+        zeros, norm = values["num_zeros_in_grad"], values["params_norm"]
+        run.logged[iteration] = (None if zeros is None else float(zeros), None if norm is None else float(norm))
+        return log(loss_dict, *args, **kwargs)
+
+    def train(forward_step_func: Any, model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        run.rebound = hp_plugin.megatron.rebound_names()
+        result = train_loop(forward_step_func, model, *args, **kwargs)
+        if keep_weights:
+            run.weights = full_weights(model)
+        return result
+
+    training.training_log, training.train = training_log, train
+
+
+def full_weights(chunks: list[Any]) -> dict[str, Any]:
+    """Full weights of a rank's model chunks, without the prefixes of wrappers. Collective where they are sharded."""
+    from megatron.core.utils import unwrap_model
+    from torch.distributed.tensor import DTensor
+
+    weights = {}
+    for number, chunk in enumerate(unwrap_model(chunks)):
+        for name, parameter in chunk.named_parameters():
+            tensor = parameter.detach()
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            weights[f"{number}.{name}"] = tensor.float().clone()
+    return weights
+
+
+def rank() -> int:
+    """Global rank of this process."""
+    return int(os.environ["RANK"])
