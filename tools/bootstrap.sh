@@ -124,15 +124,16 @@ find_python() {
 
 # ------------------------------------------------------------------------------------------------------- environment
 
-# The environment's record, a file in it: "complete HASH" of everything that decides its contents, else "incomplete".
+# The environment's record, a file in it: "complete", a hash of the pins (when they change, all is made again) and a hash
+# of the package's build (when it changes, the package is installed again into the same environment); else "incomplete".
 # It is written last, so that an interrupted set-up is never taken for a finished one. It also marks the folder as ours.
 record_of() { printf '%s/.hp-plugin-environment' "$1"; }
 
 hash_of_environment() {
-    (cd "$root" && cat "$constraints" tools/bootstrap.sh && printf '%s' "$extras") | cksum | tr ' ' -
+    (cd "$root" && cat "$constraints" && printf '%s' "$wanted $extras") | cksum | tr ' ' -
 }
 hash_of_package() {
-    (cd "$root" && cat pyproject.toml CMakeLists.txt hp_plugin/_version.py native/*) | cksum | tr ' ' -
+    (cd "$root" && cat pyproject.toml CMakeLists.txt hp_plugin/_version.py native/* tools/bootstrap.sh) | cksum | tr ' ' -
 }
 
 # What the record says; nothing when the Python in the environment, or the one under it, is gone.

@@ -161,8 +161,8 @@ def _check(dst: Tensor, src: Tensor, operation: str) -> None:
         return
     raise ConfigurationError(
         f"{operation} was given a destination of shape {tuple(dst.shape)}, {dst.dtype} on {dst.device}, and a source "
-        f"of shape {tuple(src.shape)}, {src.dtype} on {src.device}. Both must have the same shape, the same device and a "
-        "floating-point dtype."
+        f"of shape {tuple(src.shape)}, {src.dtype} on {src.device}. Both must have the same shape, the same device and "
+        "a floating-point dtype."
     )
 
 
