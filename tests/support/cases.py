@@ -91,3 +91,7 @@ def leave_a_daemon_behind() -> None:
     import subprocess
 
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+
+def loaded_modules(*, names: list[str]) -> list[bool]:
+    return [name in sys.modules for name in names]

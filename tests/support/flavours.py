@@ -48,5 +48,5 @@ class Flavour:
 
 FLAVOURS = {
     "core": Flavour(preload_core),
-    "megatron": Flavour(preload_megatron, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "megatron": Flavour(preload_megatron, {"HP_DEVICE": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
 }

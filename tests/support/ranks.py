@@ -30,7 +30,7 @@ from tests.support.processes import end_marked_processes, marked_processes
 from tests.support.protocol import Case, Outcome, receive, send
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PRELOAD_LIMIT_S = 180.0
+PRELOAD_LIMIT_S = 240.0
 OUTPUT_TAIL = 6000  # characters of a rank's output shown in a failure
 
 
@@ -75,15 +75,17 @@ class RanksFailedError(RuntimeError):
 class _Zygote:
     """pytest's side of one zygote process."""
 
-    def __init__(self, flavour: str, environment: dict[str, str]) -> None:
+    def __init__(self, flavour: str, environment: dict[str, str], log: Path) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs:
+        with theirs, log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno()), flavour],
                 cwd=REPOSITORY,
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
         self._control.settimeout(PRELOAD_LIMIT_S)
         try:
@@ -92,7 +94,7 @@ class _Zygote:
             answer = f"no answer within {PRELOAD_LIMIT_S:g} s, or early exit: {error!r}"
         if answer != "ready":
             self.close()
-            raise RuntimeError(f"The {flavour!r} zygote could not start:\n{answer}")
+            raise RuntimeError(f"The {flavour!r} zygote could not start: {answer}\n{log.read_text(errors='replace')}")
 
     def run(self, case: Case) -> Outcome:
         """Run one case; the zygote keeps the time limit, so the wait here only guards against a lost zygote."""
@@ -132,7 +134,8 @@ class Session:
     def run(self, case: Case, flavour: str) -> Outcome:
         """Run `case` in the zygote of `flavour`, which is started when it is first needed."""
         if flavour not in self._zygotes:
-            self._zygotes[flavour] = _Zygote(flavour, self._environment(flavour))
+            log = Path(self.directory, f"{flavour}.log")
+            self._zygotes[flavour] = _Zygote(flavour, self._environment(flavour), log)
         try:
             return self._zygotes[flavour].run(case)
         except BaseException:

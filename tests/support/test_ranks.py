@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 
@@ -135,3 +136,13 @@ def test_spawn_manager_does_not_outlive_its_rank(then: str) -> None:
     assert living_marked_processes() - before <= living_zygotes()
     # Blocks of resource-tracked shared memory are named psm_*; other users of the machine may add other names.
     assert not {name for name in set(os.listdir("/dev/shm")) - memory if name.startswith("psm_")}
+
+
+def test_megatron_flavour_has_the_training_package_loaded() -> None:
+    if importlib.util.find_spec("megatron") is None:  # looked for, not imported: that takes seconds
+        pytest.skip("needs the megatron extra")
+    assert run_ranks(2, cases.loaded_modules, names=["megatron.training"], flavour="megatron") == [[True], [True]]
+
+
+def test_core_flavour_does_not_know_megatron() -> None:
+    assert run_ranks(1, cases.loaded_modules, names=["torch", "megatron"]) == [[True, False]]

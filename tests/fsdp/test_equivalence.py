@@ -1,0 +1,72 @@
+"""Training with `fully_shard` equals one process, torch FSDP2 and DDP: losses, gradients, norms and weights."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.fsdp.comparison import FLOAT32, Record, assert_same_mixed_training, assert_same_training
+from tests.fsdp.runs import Mesh, Runs, single_record
+from tests.fsdp.variants import MESHES, Variant, ddp, every_variant, fsdp2, single_process, usual_variants
+
+USUAL = [(mesh, variant) for mesh in MESHES for variant in usual_variants(mesh)]
+# What torch's back ends are compared on: their own correctness needs no second look at every combination.
+WITH_FSDP2 = [(mesh, v) for mesh, v in USUAL if v.reshard and v.units == "blocks"]
+WITH_DDP = [(mesh, v) for mesh, v in WITH_FSDP2 if not v.mixed and v.mode == "plain" and not v.one_dim]
+EVERY = [(mesh, model) for mesh in MESHES for model in ("transformer", "tied", "mlp")]
+
+
+def name(value: object) -> str:
+    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) else str(value)
+
+
+@functools.cache
+def usual_runs(mesh: Mesh) -> Runs:
+    variants = usual_variants(mesh)
+    variants += [fsdp2(v) for m, v in WITH_FSDP2 if m == mesh] + [ddp(v) for m, v in WITH_DDP if m == mesh]
+    return Runs(mesh, variants)
+
+
+def assert_all_replicas_equal(records: list[Record], reference: Record, *, replicas: int, mixed: bool) -> None:
+    assert len(records) == replicas
+    for record in records:
+        if mixed:
+            assert_same_mixed_training(record, reference)
+        else:
+            assert_same_training(record, reference, FLOAT32)
+
+
+@pytest.mark.parametrize(("mesh", "variant"), USUAL, ids=name)
+def test_equals_one_process(mesh: Mesh, variant: Variant) -> None:
+    records = usual_runs(mesh).records(variant)
+    reference = single_record(single_process(variant, mesh))
+    assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
+
+
+@pytest.mark.parametrize(("mesh", "variant"), WITH_FSDP2, ids=name)
+def test_equals_torch_fsdp2(mesh: Mesh, variant: Variant) -> None:
+    records = usual_runs(mesh).records(variant)
+    reference = usual_runs(mesh).records(fsdp2(variant))[0]
+    assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
+
+
+@pytest.mark.parametrize(("mesh", "variant"), WITH_DDP, ids=name)
+def test_equals_ddp(mesh: Mesh, variant: Variant) -> None:
+    records = usual_runs(mesh).records(variant)
+    reference = usual_runs(mesh).records(ddp(variant))[0]
+    assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "model"), EVERY, ids=name)
+def test_every_combination_equals_one_process(mesh: Mesh, model: str) -> None:
+    runs = Runs(mesh, every_variant(model))
+    problems = []
+    for variant in every_variant(model):
+        reference = single_record(single_process(variant, mesh))
+        try:
+            assert_all_replicas_equal(runs.records(variant), reference, replicas=mesh[0], mixed=variant.mixed)
+        except AssertionError as error:
+            problems.append(f"{variant}: {error}")
+    assert not problems, "\n".join(problems)
