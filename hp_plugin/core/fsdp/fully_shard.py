@@ -94,7 +94,9 @@ def fully_shard(
     return module
 
 
-def _refuse_unbuilt(reshard_after_forward: bool | int | None, transport: str, mode: str, optimizer_sharding: str) -> None:
+def _refuse_unbuilt(
+    reshard_after_forward: bool | int | None, transport: str, mode: str, optimizer_sharding: str
+) -> None:
     if type(reshard_after_forward) is int:
         raise UnsupportedError(
             f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group after forward is not supported "
@@ -187,7 +189,9 @@ def _shard_dim(
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise ConfigurationError(f"shard_placement_fn gave {placement!r} for parameter {name}; expected Shard(dim) or None")
+        raise ConfigurationError(
+            f"shard_placement_fn gave {placement!r} for parameter {name}; expected Shard(dim) or None"
+        )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
         raise ConfigurationError(

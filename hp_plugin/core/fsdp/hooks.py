@@ -101,11 +101,11 @@ class UnitHooks:
         if has_backward:
             unit.outstanding_forwards += 1
             root.record_forward(unit)
+        if root.unit is unit:
+            root.end_forward(has_backward=has_backward)
         unit.enter(Phase.UNSHARDED, "post-forward")
         if self._must_reshard(has_backward):
             unit.reshard("post-forward")
-        if root.unit is unit and has_backward:
-            root.end_forward()
         return output
 
     def _must_reshard(self, has_backward: bool) -> bool:
@@ -113,8 +113,7 @@ class UnitHooks:
             # Checkpointing outside the unit recomputes it inside backward: its own backward is next and needs it whole.
             return False
         # Without gradients nothing will come back for the full tensors, unless this is the first pass of checkpointing.
-        inside_training_forward = self.unit.root.unit.forward_depth > 0 and self.unit.root.unit is not self.unit
-        return self.unit.reshards_after_forward or not (has_backward or inside_training_forward)
+        return self.unit.reshards_after_forward or not (has_backward or self.unit.root.is_in_training_forward)
 
     def _watch_outputs(self, output: Any) -> bool:
         leaves, _ = tree_flatten(output)

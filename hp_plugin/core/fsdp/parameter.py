@@ -281,12 +281,13 @@ class ShardedParameter:
         if slot.is_row_major and slot.is_even and gradient.dtype == dtype and gradient.is_contiguous():
             return gradient.detach().view(-1)
         operand = torch.empty(slot.padded_numel, dtype=dtype, device=self.info.device)
-        if not slot.is_even:
-            operand.zero_()
         counters.copied_bytes += slot.numel * dtype.itemsize
         if slot.is_row_major:
             operand.narrow(0, 0, slot.numel).view(slot.shape).copy_(gradient.detach())
+            operand.narrow(0, slot.numel, slot.padded_numel - slot.numel).zero_()
             return operand
+        if not slot.is_even:
+            operand.zero_()
         slots = operand.view(slot.group_size, *slot.slot_shape)
         for rank in range(slot.group_size):
             length = slot.length(rank)

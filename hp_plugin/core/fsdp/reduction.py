@@ -72,6 +72,14 @@ class Reduction:
             counters.all_reduces += 1
             counters.all_reduce_bytes += partial.numel() * partial.dtype.itemsize
 
+    def discard(self) -> None:
+        """Waits for what is in flight and drops the result, the unit's partial sum included."""
+        for pending in (self._intra, self._inter):
+            if pending is not None:
+                pending.wait()
+        self.operands = []
+        self.gradients.partial = None
+
     def finish(self) -> None:
         """Waits for the reduction between supernodes and delivers `.grad`."""
         if self._inter is not None:
@@ -120,6 +128,13 @@ class ReductionPipeline:
         reducing, self._reducing = self._reducing, []
         for reduction in reducing:
             reduction.finish()
+
+    def discard(self) -> None:
+        """Drops everything in flight: the backward that submitted it has failed, alike on every rank."""
+        for reduction in self._in_flight():
+            reduction.discard()
+        self._scattering = None
+        self._reducing = []
 
     def _in_flight(self) -> list[Reduction]:
         return self._reducing if self._scattering is None else [*self._reducing, self._scattering]

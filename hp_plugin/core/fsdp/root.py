@@ -26,6 +26,8 @@ class Root:
         self.counters = Counters()
         self.pipeline = ReductionPipeline(self.counters)
         self.is_last_backward = True
+        self.is_in_training_forward = False
+        """Whether the root's forward runs, with gradients enabled at its start."""
         self._backward_is_open = False
         self._forward_order: list[Unit] = []
         self._order_is_recorded = False
@@ -60,10 +62,12 @@ class Root:
         if self._backward_is_open:
             self._abandon_backward()
         self.pipeline.flush()
+        self.is_in_training_forward = torch.is_grad_enabled()
 
     def _abandon_backward(self) -> None:
         """The last backward raised before its end: its gradients are lost, its full tensors are released."""
         self._backward_is_open = False
+        self.pipeline.discard()
         for unit in self.units:
             unit.awaits_reduction = False
             for parameter in unit.parameters:
@@ -75,9 +79,10 @@ class Root:
         if not self._order_is_recorded and unit not in self._forward_order:
             self._forward_order.append(unit)
 
-    def end_forward(self) -> None:
-        """Called when the root's forward with gradients ends: from now on the order is fixed."""
-        self._order_is_recorded = True
+    def end_forward(self, *, has_backward: bool) -> None:
+        """Called when the root's forward ends. After the first one with a backward the order of units is fixed."""
+        self.is_in_training_forward = False
+        self._order_is_recorded |= has_backward
 
     def prefetch_for_backward(self, unit: Unit) -> None:
         """Issues the all-gather of what backward needs after `unit`."""

@@ -1,0 +1,571 @@
+"""Rank functions of `test_unit_behaviour`: every one builds a plain model and the same model sharded, and compares."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from hp_plugin import HyperAdamW, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from hp_plugin.core.fsdp import Phase
+from hp_plugin.core.fsdp.root import unit_of
+from tests.support import init_gloo
+
+Case = Callable[..., None]
+WIDTH = 13  # odd: no dim divides by the ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Four blocks; `checkpointing` wraps each in activation checkpointing."""
+
+    def __init__(self, *, checkpointing: str = "none") -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.last = nn.Linear(WIDTH, 3)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.checkpointing == "pairs":
+            for pair in (self.blocks[:2], self.blocks[2:]):
+                x = checkpoint(lambda y, pair=pair: pair[1](pair[0](y)), x, use_reentrant=False)
+            return self.last(x)
+        for block in self.blocks:
+            if self.checkpointing == "none":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.last(x)
+
+
+def make_mesh(replicate: int, shard: int) -> DeviceMesh:
+    init_gloo()
+    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def pair(mesh: DeviceMesh, **options: Any) -> tuple[Model, Model]:
+    """A plain model and its sharded twin, one unit per block."""
+    torch.manual_seed(7)
+    plain = Model()
+    sharded = copy.deepcopy(plain)
+    shard_blocks(sharded, mesh, **options)
+    return plain, sharded
+
+
+def shard_blocks(model: Model, mesh: DeviceMesh, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step: int) -> Tensor:
+    """Rows of all ranks; rank r's share is row r."""
+    return torch.randn(dist.get_world_size(), 6, 5, generator=torch.Generator().manual_seed(100 + step))
+
+
+def losses(plain: nn.Module, sharded: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+    """The loss over all rows on the plain model, and that of this rank's row on the sharded one."""
+    rows = batch(step)
+    reference = torch.stack([plain(row).square().mean() for row in rows]).mean()
+    return reference, sharded(rows[dist.get_rank()]).square().mean()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_gradients_equal(plain: nn.Module, sharded: nn.Module, *, factor: float = 1.0) -> None:
+    for (name, expected), (_, found) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+        if expected.grad is None:
+            assert found.grad is None or not full(found.grad).any(), f"{name} has a gradient"
+            continue
+        assert isinstance(found.grad, DTensor), f"{name} has no gradient"
+        torch.testing.assert_close(
+            full(found.grad), factor * expected.grad, rtol=2e-5, atol=1e-6, msg=lambda m: f"{name}: {m}"
+        )
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    for module in model.modules():
+        unit = unit_of(module)
+        if unit is not None:
+            assert unit.phase is Phase.SHARDED, f"{unit.name} is {unit.phase}"
+            for parameter in unit.parameters:
+                assert not parameter.full_is_alive, f"{unit.name}.{parameter.name} is alive"
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+
+
+def backward_and_compare(plain: nn.Module, sharded: nn.Module, step: int = 0) -> None:
+    reference, mine = losses(plain, sharded, step)
+    reference.backward()
+    mine.backward()
+    assert_gradients_equal(plain, sharded)
+    assert_at_rest(sharded)
+
+
+def a_training_loop_with_our_optimizer_and_clipping(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    ours = HyperAdamW(sharded.parameters(), lr=1e-2)
+    for step in range(3):
+        backward_and_compare(plain, sharded, step)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        found = clip_grad_norm_(sharded.parameters(), 0.05)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    for expected_weight, weight in zip(plain.parameters(), sharded.parameters()):
+        torch.testing.assert_close(full(weight), expected_weight, rtol=1e-5, atol=1e-6)
+
+
+def gradients_accumulate_into_what_is_there(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    for step in range(3):
+        backward_and_compare(plain, sharded, step)
+    # One parameter's gradient dropped: its next one must start from nothing while the others go on.
+    plain.last.bias.grad = None
+    sharded.last.bias.grad = None
+    backward_and_compare(plain, sharded, 3)
+
+
+def a_gradient_zeroed_in_place_accumulates_from_zero(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    for step in range(2):
+        plain.zero_grad(set_to_none=False)
+        sharded.zero_grad(set_to_none=False)
+        backward_and_compare(plain, sharded, step)
+
+
+def reduced_gradients_survive_micro_batches_without_all_reduce(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    backward_and_compare(plain, sharded, 0)
+    before = [full(p.grad).clone() for p in sharded.parameters()]
+    sharded.set_requires_all_reduce(False)
+    for step in (1, 2):
+        reference, mine = losses(plain, sharded, step)
+        reference.backward()
+        mine.backward()
+    if replicate > 1:
+        for old, parameter in zip(before, sharded.parameters()):
+            assert torch.equal(old, full(parameter.grad)), "a partial sum must not touch what is already reduced"
+    sharded.set_requires_all_reduce(True)
+    backward_and_compare(plain, sharded, 3)
+
+
+def unsynchronised_gradients_are_kept_unsharded_and_reduced_later(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    sharded.set_requires_gradient_sync(False)
+    for step in (0, 1):
+        reference, mine = losses(plain, sharded, step)
+        reference.backward()
+        mine.backward()
+        assert all(p.grad is None for p in sharded.parameters())
+    sharded.set_requires_gradient_sync(True)
+    backward_and_compare(plain, sharded, 2)
+
+
+def sums_instead_of_means(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    sharded.set_gradient_divide_factor(1.0)
+    reference, mine = losses(plain, sharded, 0)
+    reference.backward()
+    mine.backward()
+    assert_gradients_equal(plain, sharded, factor=float(replicate * shard))
+
+
+def frozen_parameters_get_no_gradient_and_no_reduction(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    for model in (plain, sharded):
+        for parameter in (*model.blocks[1].parameters(), model.blocks[2].up.weight):
+            parameter.requires_grad_(False)
+    backward_and_compare(plain, sharded, 0)
+    if shard > 1:
+        trainable_units = 4  # three blocks and the root
+        assert sharded.fsdp_counters().reduce_scatters == trainable_units
+    for model in (plain, sharded):
+        model.blocks[1].up.weight.requires_grad_(True)
+    backward_and_compare(plain, sharded, 1)
+
+
+def a_unit_whose_gradients_do_not_arise_reduces_zeros(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    for model in (plain, sharded):
+        model.blocks[3].register_forward_hook(lambda _m, args, _out: args[0] * 2.0)
+    backward_and_compare(plain, sharded, 0)
+
+
+def a_module_used_twice_gets_the_sum(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    for model in (plain, sharded):
+        block = model.blocks[1]
+        model.blocks[2].register_forward_hook(lambda _m, _args, out, block=block: block(out))
+    backward_and_compare(plain, sharded, 0)
+    backward_and_compare(plain, sharded, 1)
+
+
+def several_forwards_before_their_backwards(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    pending = [losses(plain, sharded, step) for step in range(3)]
+    for reference, mine in pending:
+        reference.backward()
+        mine.backward()
+    assert_gradients_equal(plain, sharded)
+    assert_at_rest(sharded)
+
+
+def checkpointing(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    for kind in ("reentrant", "non-reentrant", "pairs"):
+        for reshard_after_forward in (True, False):
+            plain, sharded = pair(mesh, reshard_after_forward=reshard_after_forward)
+            sharded.checkpointing = kind
+            for step in range(2):
+                reference, mine = losses(plain, sharded, step)
+                reference.backward()
+                mine.backward()
+                assert_gradients_equal(plain, sharded)
+                assert_at_rest(sharded)
+
+
+def evaluation_sees_the_weights_of_after_the_step(replicate: int, shard: int) -> None:
+    for reshard_after_forward in (True, False):
+        mesh = make_mesh(replicate, shard) if reshard_after_forward else mesh
+        plain, sharded = pair(mesh, reshard_after_forward=reshard_after_forward)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, sharded)]
+        for step in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(sharded(batch(9)[0]), plain(batch(9)[0]), rtol=1e-4, atol=1e-5)
+            assert_at_rest(sharded)
+            backward_and_compare(plain, sharded, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def a_forward_without_backward_leaves_a_sharded_state_dict(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard), reshard_after_forward=False)
+    sharded(batch(0)[0])
+    state = sharded.state_dict()
+    assert all(isinstance(v, DTensor) for v in state.values())
+    assert_at_rest(sharded)
+    backward_and_compare(plain, sharded, 0)
+
+
+def loaded_weights_are_used(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    for assign in (False, True):
+        backward_and_compare(plain, sharded, 0)
+        plain.load_state_dict({k: 0.5 * v for k, v in plain.state_dict().items()})
+        halved = {k: (0.5 * v).detach() for k, v in sharded.state_dict().items()}
+        sharded.load_state_dict(halved, assign=assign)
+        for model in (plain, sharded):
+            model.zero_grad()
+        backward_and_compare(plain, sharded, 1)
+
+
+def a_model_made_on_meta_is_materialised_after_sharding(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    torch.manual_seed(7)
+    plain = Model()
+    with torch.device("meta"):
+        sharded = Model()
+    shard_blocks(sharded, mesh)
+    try:
+        sharded(batch(0)[0])
+        raise AssertionError("a forward on meta parameters must be refused")
+    except ValueError as error:
+        assert "meta device" in str(error) and "to_empty" in str(error)
+    sharded.to_empty(device="cpu")
+    with torch.no_grad():
+        for source, target in zip(plain.parameters(), sharded.parameters()):
+            local = target._local_tensor
+            rows = torch.chunk(source, shard)
+            rank = mesh.get_local_rank("dp_shard")
+            local.copy_(rows[rank] if rank < len(rows) else local)
+    backward_and_compare(plain, sharded, 0)
+
+
+def a_failed_forward_or_backward_leaves_the_model_usable(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    handle = sharded.blocks[2].up.register_forward_hook(stop)
+    for _ in range(2):
+        try:
+            sharded(batch(0)[0])
+            raise AssertionError("the forward must raise")
+        except Stop:
+            pass
+    handle.remove()
+    backward_and_compare(plain, sharded, 0)
+
+    def stop_gradient(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        output.register_hook(stop)
+
+    handle = sharded.blocks[2].up.register_forward_hook(stop_gradient)
+    sharded.zero_grad()
+    plain.zero_grad()
+    try:
+        sharded(batch(0)[0]).sum().backward()
+        raise AssertionError("the backward must raise")
+    except Stop:
+        pass
+    handle.remove()
+    sharded.zero_grad()
+    backward_and_compare(plain, sharded, 1)
+
+
+def prefetch_lists_change_nothing_but_time(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    blocks = list(sharded.blocks)
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - 2) : i])))
+    for step in range(2):
+        backward_and_compare(plain, sharded, step)
+
+
+def unshard_and_reshard_by_hand(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    handle = sharded.blocks[0].unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert torch.equal(sharded.blocks[0].up.weight, plain.blocks[0].up.weight)
+    sharded.blocks[0].reshard()
+    assert_at_rest(sharded)
+    backward_and_compare(plain, sharded, 0)
+
+
+def parameters_kept_through_backward(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    sharded.set_reshard_after_backward(False)
+    reference, mine = losses(plain, sharded, 0)
+    reference.backward()
+    mine.backward()
+    gathers = sharded.fsdp_counters().all_gathers
+    sharded.set_reshard_after_backward(True)
+    sharded.set_reshard_after_forward(False)
+    backward_and_compare(plain, sharded, 1)
+    assert sharded.fsdp_counters().all_gathers == gathers, "the second micro-batch must find the parameters gathered"
+
+
+def a_backward_that_is_not_the_last_does_not_wait(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard))
+    sharded.set_is_last_backward(False)
+    reference, mine = losses(plain, sharded, 0)
+    reference.backward()
+    mine.backward()
+    sharded.set_is_last_backward(True)
+    backward_and_compare(plain, sharded, 1)
+
+
+def a_list_of_modules_is_one_unit(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    torch.manual_seed(7)
+    plain = Model()
+    sharded = copy.deepcopy(plain)
+    fully_shard([sharded.blocks[2], sharded.blocks[3]], mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    assert len(sharded.fsdp_units()) == 2
+    for step in range(2):
+        backward_and_compare(plain, sharded, step)
+
+
+def ignored_parameters_stay_plain(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    torch.manual_seed(7)
+    plain = Model()
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=mesh, ignored_params={sharded.first.weight})
+    assert type(sharded.first.weight) is nn.Parameter
+    reference, mine = losses(plain, sharded, 0)
+    reference.backward()
+    mine.backward()
+    assert type(sharded.first.weight.grad) is Tensor
+
+
+def a_one_dimensional_mesh_shards_over_all_ranks(replicate: int, shard: int) -> None:
+    init_gloo()
+    mesh = init_device_mesh("cpu", (replicate * shard,), mesh_dim_names=("dp_shard",))
+    plain, sharded = pair(mesh)
+    assert sharded.first.weight.placements == (Shard(0),)
+    backward_and_compare(plain, sharded, 0)
+
+
+def no_mesh_means_all_ranks_of_this_host(replicate: int, shard: int) -> None:
+    init_gloo()
+    torch.manual_seed(7)
+    plain = Model()
+    sharded = fully_shard(copy.deepcopy(plain))
+    assert sharded.first.weight.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
+    assert tuple(sharded.first.weight.device_mesh.shape) == (1, replicate * shard)
+    backward_and_compare(plain, sharded, 0)
+
+
+def shards_on_any_dim(replicate: int, shard: int) -> None:
+    plain, sharded = pair(make_mesh(replicate, shard), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    for step in range(2):
+        backward_and_compare(plain, sharded, step)
+
+
+def bf16_compute_updates_fp32_masters(replicate: int, shard: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, master_dtype=torch.float32)
+    mesh = make_mesh(replicate, shard)
+    torch.manual_seed(7)
+    plain = Model().bfloat16()
+    sharded = copy.deepcopy(plain)
+    for block in sharded.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(sharded, mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
+    assert all(p.dtype == torch.float32 for p in sharded.parameters())
+    output = sharded(batch(0)[dist.get_rank()])
+    assert output.dtype == torch.float32
+    output.square().mean().backward()
+    for parameter in sharded.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+    mine = F.mse_loss(plain(batch(0)[dist.get_rank()].bfloat16()).float(), torch.zeros(6, 3))
+    mine.backward()
+    for expected, found in zip(plain.parameters(), sharded.parameters()):
+        assert expected.grad is not None
+        mean = expected.grad.float().clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        torch.testing.assert_close(full(found.grad), mean, rtol=1e-5, atol=1e-6)
+
+
+def a_bf16_model_without_masters_keeps_its_dtype(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    torch.manual_seed(7)
+    sharded = Model().bfloat16()
+    shard_blocks(sharded, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    for expected_wrappers in (14, 0):
+        sharded.fsdp_counters().reset()
+        sharded(batch(0)[dist.get_rank()].bfloat16()).float().square().mean().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in sharded.parameters())
+        if expected_wrappers == 0:
+            assert sharded.fsdp_counters().gradient_dtensors_built == 0
+        sharded.zero_grad()
+
+
+def two_models_do_not_see_each_other(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    plain_a, a = pair(mesh)
+    plain_b, b = pair(mesh)
+    a.set_requires_all_reduce(False)
+    reference_a, mine_a = losses(plain_a, a, 0)
+    backward_and_compare(plain_b, b, 1)
+    reference_a.backward()
+    mine_a.backward()
+    a.set_requires_all_reduce(True)
+    backward_and_compare(plain_a, a, 2)
+    assert a.fsdp_counters() is not b.fsdp_counters()
+
+
+def a_steady_step_builds_no_dtensor_and_the_counts_fit(replicate: int, shard: int) -> None:
+    _, sharded = pair(make_mesh(replicate, shard))
+    optimizer = HyperAdamW(sharded.parameters(), lr=1e-3)
+
+    def step(index: int) -> None:
+        for micro_batch in range(3):
+            sharded.set_requires_all_reduce(micro_batch == 2)
+            sharded(batch(index)[dist.get_rank()]).square().mean().backward()
+        clip_grad_norm_(sharded.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    sharded.fsdp_counters().reset()
+    constructed = 0
+    new = DTensor.__new__
+
+    def counting(cls: type, *args: Any, **kwargs: Any) -> Any:
+        nonlocal constructed
+        constructed += 1
+        return new(cls, *args, **kwargs)
+
+    DTensor.__new__ = counting  # type: ignore[method-assign, assignment]
+    try:
+        step(1)
+    finally:
+        DTensor.__new__ = new  # type: ignore[method-assign]
+    counters = sharded.fsdp_counters()
+    assert constructed == 0 and counters.gradient_dtensors_built == 0
+    units, micro_batches = 5, 3
+    gathers_per_micro_batch = 2 * (units - 1) + 1  # the root is kept between forward and backward
+    assert counters.all_gathers == (gathers_per_micro_batch * micro_batches if shard > 1 else 0)
+    assert counters.reduce_scatters == (units * micro_batches if shard > 1 else 0)
+    assert counters.all_reduces == (units if replicate > 1 else 0)
+
+
+def a_deleted_model_is_freed(replicate: int, shard: int) -> None:
+    import weakref
+
+    _, sharded = pair(make_mesh(replicate, shard))
+    sharded(batch(0)[0]).sum().backward()
+    alive = weakref.ref(sharded.blocks[0])
+    del sharded
+    gc.collect()
+    assert alive() is None
+
+
+CASES: list[Case] = [
+    a_training_loop_with_our_optimizer_and_clipping,
+    gradients_accumulate_into_what_is_there,
+    a_gradient_zeroed_in_place_accumulates_from_zero,
+    reduced_gradients_survive_micro_batches_without_all_reduce,
+    unsynchronised_gradients_are_kept_unsharded_and_reduced_later,
+    sums_instead_of_means,
+    frozen_parameters_get_no_gradient_and_no_reduction,
+    a_unit_whose_gradients_do_not_arise_reduces_zeros,
+    a_module_used_twice_gets_the_sum,
+    several_forwards_before_their_backwards,
+    checkpointing,
+    evaluation_sees_the_weights_of_after_the_step,
+    a_forward_without_backward_leaves_a_sharded_state_dict,
+    loaded_weights_are_used,
+    a_model_made_on_meta_is_materialised_after_sharding,
+    a_failed_forward_or_backward_leaves_the_model_usable,
+    prefetch_lists_change_nothing_but_time,
+    unshard_and_reshard_by_hand,
+    parameters_kept_through_backward,
+    a_backward_that_is_not_the_last_does_not_wait,
+    a_list_of_modules_is_one_unit,
+    ignored_parameters_stay_plain,
+    a_one_dimensional_mesh_shards_over_all_ranks,
+    no_mesh_means_all_ranks_of_this_host,
+    shards_on_any_dim,
+    bf16_compute_updates_fp32_masters,
+    a_bf16_model_without_masters_keeps_its_dtype,
+    two_models_do_not_see_each_other,
+    a_steady_step_builds_no_dtensor_and_the_counts_fit,
+    a_deleted_model_is_freed,
+]

@@ -1,0 +1,131 @@
+"""What `fully_shard` refuses, by name and with the way out, on a mesh of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from hp_plugin import (
+    ConfigurationError,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    UnsupportedError,
+    fully_shard,
+)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("transport", "shm"),
+        ("transport", "symm_mem"),
+        ("mode", "validation"),
+        ("optimizer_sharding", "shard_replicate"),
+        ("offload_policy", CPUOffloadPolicy()),
+        ("offload_policy", TorchCPUOffloadPolicy()),
+        ("reshard_after_forward", 2),
+    ],
+)
+def test_an_option_that_is_not_built_is_refused_by_name(mesh: DeviceMesh, option: str, value: Any) -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    with pytest.raises(UnsupportedError, match=f"{option}.*use|{option}.*instead"):
+        fully_shard(model, mesh=mesh, **{option: value})
+    assert model.weight is weight, "a refused call must leave the module as it was"
+
+
+@pytest.mark.parametrize("option", ["transport", "mode", "optimizer_sharding"])
+def test_an_unknown_choice_lists_the_known_ones(mesh: DeviceMesh, option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f'{option}="nccl" is unknown; expected one of'):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, **{option: "nccl"})
+
+
+def test_modules_that_cannot_be_units_are_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigurationError, match="ModuleList, which has no forward"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
+    with pytest.raises(ConfigurationError, match="empty list"):
+        fully_shard([], mesh=mesh)
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(ConfigurationError, match="called on this FSDPLinear before"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_parameters_that_cannot_be_sharded_are_refused_by_name(mesh: DeviceMesh) -> None:
+    class Holder(nn.Module):
+        def __init__(self, parameter: torch.Tensor) -> None:
+            super().__init__()
+            self.special = nn.Parameter(parameter, requires_grad=parameter.is_floating_point())
+
+    with pytest.raises(UnsupportedError, match="special has shape"):
+        fully_shard(Holder(torch.tensor(1.0)), mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r"special has shape \(0, 3\)"):
+        fully_shard(Holder(torch.empty(0, 3)), mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r"special has dtype torch\.int64"):
+        fully_shard(Holder(torch.ones(3, dtype=torch.int64)), mesh=mesh)
+    tensor = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)])
+    with pytest.raises(UnsupportedError, match="special is a DTensor"):
+        fully_shard(Holder(tensor), mesh=mesh)
+
+
+def test_a_parameter_tied_across_units_is_refused_with_both_names(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r"1\.weight is tied to weight.*one unit"):
+        fully_shard(model, mesh=mesh)
+
+
+def test_a_bad_shard_dim_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigurationError, match="has 1 dims"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(1))
+    with pytest.raises(ConfigurationError, match=r"expected Shard\(dim\) or None"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: Replicate())  # type: ignore[arg-type, return-value]
+
+
+def test_a_mesh_of_three_axes_is_refused(mesh: DeviceMesh) -> None:
+    cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    with pytest.raises(ConfigurationError, match="3-D mesh"):
+        fully_shard(nn.Linear(2, 2), mesh=cube)
+
+
+def test_torch_policies_are_accepted_and_others_are_not() -> None:
+    adopted = MixedPrecisionPolicy.adopt(
+        TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    )
+    assert adopted == MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    with pytest.raises(TypeError, match="mp_policy is a str"):
+        MixedPrecisionPolicy.adopt("bf16")  # type: ignore[arg-type]
+
+
+def test_the_module_keeps_its_identity_names_and_class(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    names = [name for name, _ in model.named_parameters()]
+    model[0].weight.special = "kept"  # type: ignore[assignment]
+    sharded = fully_shard(model, mesh=mesh)
+    assert sharded is model
+    assert isinstance(model, nn.Sequential) and isinstance(model, FSDPModule)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model[0].weight.special == "kept"
+    model.unshard()
+    assert model[0].weight.special == "kept"
+    model.reshard()
+    assert type(model[:1]) is nn.Sequential, "a slice of a sharded container is a plain container"
+    with pytest.raises(UnsupportedError, match="cannot be deep-copied"):
+        __import__("copy").deepcopy(model)
