@@ -108,7 +108,7 @@ def _local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _local_part(
-    grads: Sequence[torch.Tensor], norm_type: float, *, dtype: torch.dtype, device: torch.device
+    grads: list[torch.Tensor], norm_type: float, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """What this rank adds to the p-th power of the norm (for inf: its largest magnitude), accumulated in `dtype`."""
     if not grads:
