@@ -1,4 +1,4 @@
-"""hp_plugin: topology-aware FSDP for training jobs on clusters of two speeds, in plain PyTorch, Megatron-LM and DeepSpeed.
+"""hp_plugin: topology-aware FSDP for training on clusters of two speeds, in PyTorch, Megatron-LM and DeepSpeed.
 
 Importing it imports torch and nothing of a host framework, initialises no device and changes no global state.
 """

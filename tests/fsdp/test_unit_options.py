@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_the_module_keeps_its_identity_names_and_class(mesh: DeviceMesh) -> None
     model[0].weight.special = "kept"  # type: ignore[assignment]
     sharded = fully_shard(model, mesh=mesh)
     assert sharded is model
-    assert isinstance(model, nn.Sequential) and isinstance(model, FSDPModule)
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(model, FSDPModule)
     assert [name for name, _ in model.named_parameters()] == names
     assert model[0].weight.special == "kept"
     model.unshard()
@@ -128,4 +130,4 @@ def test_the_module_keeps_its_identity_names_and_class(mesh: DeviceMesh) -> None
     model.reshard()
     assert type(model[:1]) is nn.Sequential, "a slice of a sharded container is a plain container"
     with pytest.raises(UnsupportedError, match="cannot be deep-copied"):
-        __import__("copy").deepcopy(model)
+        copy.deepcopy(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hp_plugin.core.fsdp import IllegalPhaseError, Phase
@@ -15,7 +17,7 @@ UNUSED_PREFETCH = [Phase.SHARDED, Phase.GATHERING, Phase.SHARDED]
 
 @pytest.mark.parametrize("path", [TRAINING, BACKWARD, KEPT_AFTER_FORWARD, UNUSED_PREFETCH])
 def test_the_paths_of_training_are_allowed(path: list[Phase]) -> None:
-    for before, after in zip(path, path[1:]):
+    for before, after in itertools.pairwise(path):
         check_transition("layers.0", before, after, "hook")
 
 

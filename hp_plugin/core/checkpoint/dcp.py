@@ -1,7 +1,8 @@
 """Saving and loading a model and its optimizer with torch's DCP: all or nothing, and on any mesh.
 
-Parameters and optimizer states are DTensors at rest, so DCP reshards them by itself: a checkpoint of 2 x 2 ranks loads on 1,
-on 4 x 1, in plain torch FSDP2, and the other way round. What this module adds is that a checkpoint is either whole or
+Parameters and optimizer states are DTensors at rest, so DCP reshards them by itself: a checkpoint of 2 x 2 ranks loads
+on 1, on 4 x 1, in plain torch FSDP2, and the other way round. What this module adds is that a checkpoint is either
+whole or
 absent: it is written beside its final place and renamed when every rank has finished.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer] = [],
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint directory. Every rank of the default group must call; `path` must be on a file system that all share.
+    """Writes a checkpoint directory, on a file system that all ranks share. Every rank of the default group must call.
 
     Args:
         path: The directory to make. An existing checkpoint there is replaced only once the new one is whole.
@@ -56,7 +57,7 @@ def save_checkpoint(
     if failure is not None:
         _on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise HyperParallelError(
-            f"checkpoint {final} was not written, nothing is left of it, and what was there before is unchanged; {failure}"
+            f"checkpoint {final} was not written; nothing is left of it and what was there is unchanged: {failure}"
         )
 
 
@@ -64,7 +65,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer] = [],
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     strict: bool = True,
 ) -> dict[str, Any]:
     """Reads a checkpoint directory in place. Every rank of the default group must call.
@@ -82,7 +83,9 @@ def load_checkpoint(
         ConfigurationError: If there is no checkpoint at `path`.
     """
     if not (Path(path) / ".metadata").is_file():
-        raise ConfigurationError(f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save")
+        raise ConfigurationError(
+            f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save"
+        )
     model_state, optimizer_state = get_state_dict(model, optimizers)
     extra = _stored_extra(path)
     state: dict[str, Any] = {"model": model_state, "extra": extra}

@@ -48,7 +48,8 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules whose forwards run as one unit.
-        mesh: 1-D: parameters are sharded over it. 2-D: replicated over axis 0, which runs between supernodes, and sharded
+        mesh: 1-D: parameters are sharded over it. 2-D: replicated over axis 0, which runs between supernodes, and
+        sharded
             over axis 1, inside one. None: all ranks, with the supernodes found by `Topology.detect`.
         reshard_after_forward: Release full parameters between forward and backward. None: True, except in the root.
         shard_placement_fn: Which dim of a parameter to shard: `Shard(dim)`, or None for dim 0.
@@ -65,7 +66,8 @@ def fully_shard(
     Raises:
         UnsupportedError: For an option that is not built yet, a parameter that is a DTensor already, a parameter tied
             across units, or a scalar parameter.
-        ConfigurationError: For a mesh that is neither 1-D nor 2-D, a module sharded twice, or a dim that does not exist.
+        ConfigurationError: For a mesh that is neither 1-D nor 2-D, a module sharded twice, or a dim that does not
+        exist.
     """
     _refuse_unbuilt(reshard_after_forward, transport, mode, optimizer_sharding)
     refuse_offload(offload_policy)
@@ -99,8 +101,8 @@ def _refuse_unbuilt(
 ) -> None:
     if type(reshard_after_forward) is int:
         raise UnsupportedError(
-            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group after forward is not supported "
-            "yet; use True (least memory) or False (no second all-gather)"
+            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group after forward is not "
+            "supported yet; use True (least memory) or False (no second all-gather)"
         )
     choices = (
         ("transport", transport, ("auto", "c10d"), ("shm", "symm_mem")),
@@ -125,8 +127,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ConfigurationError(
-                f"fully_shard got a {type(module).__name__}, which has no forward to hook; shard its members, or the module "
-                "that holds it"
+                f"fully_shard got a {type(module).__name__}, which has no forward to hook; shard its members, or the "
+                "module that holds it"
             )
         if unit_of(module) is not None:
             raise ConfigurationError(f"fully_shard has been called on this {type(module).__name__} before")
@@ -163,22 +165,24 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
     taken = getattr(parameter, "_hyperfsdp_name", None)
     if taken is not None:
         raise UnsupportedError(
-            f"parameter {name} is tied to {taken}, which another unit manages already; put both modules into one unit, by "
-            "calling fully_shard only on a module that contains both or on a list of both"
+            f"parameter {name} is tied to {taken}, which another unit manages already; put both modules into one "
+            "unit, by calling fully_shard only on a module that contains both or on a list of both"
         )
     if isinstance(parameter, DTensor):
         raise UnsupportedError(
-            f"parameter {name} is a DTensor with placements {tuple(parameter.placements)}; sharding what tensor parallelism "
-            "has sharded as DTensor is not supported yet. Megatron's tensor parallelism, on plain tensors, is"
+            f"parameter {name} is a DTensor with placements {tuple(parameter.placements)}; sharding what tensor "
+            "parallelism has sharded as DTensor is not supported yet. Megatron's tensor parallelism, on plain "
+            "tensors, is"
         )
     if parameter.ndim == 0 or parameter.numel() == 0:
         raise UnsupportedError(
-            f"parameter {name} has shape {tuple(parameter.shape)}; fully_shard needs at least one element in at least one "
-            "dim. Make a scalar a tensor of shape (1,), or pass the parameter in ignored_params"
+            f"parameter {name} has shape {tuple(parameter.shape)}; fully_shard needs at least one element in at "
+            "least one dim. Make a scalar a tensor of shape (1,), or pass the parameter in ignored_params"
         )
     if not parameter.is_floating_point():
         raise UnsupportedError(
-            f"parameter {name} has dtype {parameter.dtype}; fully_shard takes floating dtypes. Pass it in ignored_params"
+            f"parameter {name} has dtype {parameter.dtype}; fully_shard takes floating dtypes. Pass it in "
+            "ignored_params"
         )
 
 

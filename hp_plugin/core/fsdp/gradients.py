@@ -2,11 +2,13 @@
 
 Three buffers, one rule each:
 
-* `flat`, permanent. When no parameter of the unit has a gradient, the reduction runs in it and `.grad` becomes a view of
+* `flat`, permanent. When no parameter of the unit has a gradient, the reduction runs in it and `.grad` becomes a view
+of
   it. Nothing is copied.
-* `partial`. Sum of micro-batches that are reduced inside the supernode but not yet between supernodes. It is `flat` where
-  that is free, else a buffer of its own: what `.grad` already holds is reduced and scaled and must be neither reduced nor
-  scaled again.
+* `partial`. Sum of micro-batches that are reduced inside the supernode but not yet between supernodes. It is `flat`
+where
+  that is free, else a buffer of its own: what `.grad` already holds is reduced and scaled and must be neither reduced
+  nor scaled again.
 * scratch. Output of the reduce-scatter when a `partial` exists, added to it at once and dropped.
 """
 

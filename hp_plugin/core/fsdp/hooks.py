@@ -27,13 +27,14 @@ class UnitHooks:
         self.unit = unit
         self._running: set[nn.Module] = set()
         self._recomputing: list[bool] = []
-        """One entry per forward of the unit in progress: whether it is a recomputation inside the unit's own backward."""
+        """One entry per forward in progress: whether it is a recomputation inside the unit's own backward."""
 
     def register(self) -> None:
         """Registers the forward and state-dict hooks on every module of the unit."""
         for module in self.unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            # always_call: a forward that raises (checkpointing stops its recomputation so) must not leave a unit unsharded.
+            # always_call: a forward that raises (checkpointing stops its recomputation so) must not leave a unit
+            # unsharded.
             module.register_forward_hook(self._post_forward, always_call=True)
             module.register_state_dict_pre_hook(lambda *_: self._reshard_for_state_dict("state_dict"))
             module.register_load_state_dict_pre_hook(lambda *_: self._reshard_for_state_dict("load_state_dict"))
@@ -73,7 +74,7 @@ class UnitHooks:
         return self._mark_inputs(args, kwargs)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Routes the inputs through an identity whose backward runs after everything that the unit computed from them."""
+        """Routes the inputs through an identity whose backward runs after all that the unit computed from them."""
         if not torch.is_grad_enabled():
             return args, kwargs
         leaves, spec = tree_flatten((args, kwargs))
@@ -159,8 +160,8 @@ class UnitHooks:
 class _AfterBackward(torch.autograd.Function):
     """Identity whose backward tells the hooks that everything computed from these inputs has been differentiated.
 
-    Autograd runs ready nodes in reverse order of creation. This node is created before any other of the unit, so it runs
-    after all of them, the accumulation of parameter gradients included.
+    Autograd runs ready nodes in reverse order of creation. This node is created before any other of the unit, so it
+    runs after all of them, the accumulation of parameter gradients included.
     """
 
     @staticmethod

@@ -34,22 +34,23 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """Mixed into the class of every module given to `fully_shard`. Every method acts on this rank alone unless it says so.
+    """Mixed into the class of every module given to `fully_shard`. A method acts on this rank alone unless it says so.
 
     `recurse=True` applies a setting to this module's unit and to those of all modules inside it.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain instance of the class that was sharded."""
         # Containers build new containers when sliced (`model.layers[:2]`); those are plain, not sharded.
         original = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
         instance = original.__new__(original, *args, **kwargs)
-        instance.__init__(*args, **kwargs)
+        type(instance).__init__(instance, *args, **kwargs)
         return instance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(
-            f"{type(self).__name__} cannot be deep-copied: its hooks and groups belong to one module. Copy the model before "
-            "fully_shard, or copy its state_dict()"
+            f"{type(self).__name__} cannot be deep-copied: its hooks and groups belong to one module. Copy the model "
+            "before fully_shard, or copy its state_dict()"
         )
 
     # ---- parameters -------------------------------------------------------------------------------------------------
@@ -85,8 +86,11 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether full parameters are released in backward. False keeps them for the next micro-batch: set it to True
-        before the last backward ahead of an optimizer step, or the next forward runs on the weights of before the step."""
+        """Whether full parameters are released in backward. False keeps them for the next micro-batch.
+
+        Set it to True before the last backward ahead of an optimizer step: otherwise the next forward runs on the
+        weights of before the step.
+        """
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -118,7 +122,7 @@ class FSDPModule:
             unit.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: backward returns without waiting for reductions in flight; `.grad` is final after the next with True."""
+        """False: backward does not wait for reductions in flight; `.grad` is final after the next with True."""
         if not self._unit().has_root:
             self._attach_root()
         self._unit().root.is_last_backward = is_last_backward
@@ -131,7 +135,7 @@ class FSDPModule:
     # ---- what the engine did ----------------------------------------------------------------------------------------
 
     def fsdp_counters(self) -> Counters:
-        """Totals of collectives, bytes and copies of the root that this module belongs to. Live object; see `reset()`."""
+        """Totals of collectives, bytes and copies of the root of this module. Live object; see `reset()`."""
         if not self._unit().has_root:
             self._attach_root()
         return self._unit().root.counters
@@ -169,9 +173,9 @@ class FSDPModule:
 def install_unit(module: nn.Module, unit: Unit) -> None:
     """Gives `module` its unit and the class `FSDP<its class>`."""
     module.__dict__["_hyperfsdp_unit"] = unit
-    module.__class__ = _sharded_class(type(module))
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # mypy: Module is not Hashable
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

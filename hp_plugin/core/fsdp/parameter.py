@@ -45,8 +45,8 @@ class MeshInfo:
         """Reads groups and coordinates from `mesh`. Raises ConfigurationError unless it is 1-D or 2-D."""
         if mesh.ndim not in (1, 2):
             raise ConfigurationError(
-                f"fully_shard got a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}; it takes a 1-D mesh (shard) or a "
-                '2-D mesh (replicate, shard), for instance mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
+                f"fully_shard got a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}; it takes a 1-D mesh (shard) or "
+                'a 2-D mesh (replicate, shard), for instance mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
             )
         shard_axis = mesh.ndim - 1
         replicate_size = mesh.size(0) if mesh.ndim == 2 else 1
@@ -148,7 +148,7 @@ class ShardedParameter:
         return local_tensor(self.sharded)
 
     def adopt_replacement(self) -> None:
-        """Takes over a Parameter that replaced the sharded one in the module (`to_empty`, `load_state_dict(assign=True)`).
+        """Takes over a Parameter that replaced the sharded one (`to_empty`, `load_state_dict(assign=True)`).
 
         Raises:
             ConfigurationError: If the new one is not a DTensor of the same layout, dtype and device.
@@ -165,8 +165,9 @@ class ShardedParameter:
         ):
             raise ConfigurationError(
                 f"parameter {self.name} was replaced after fully_shard by a {type(current).__name__} of "
-                f"{getattr(current, 'dtype', None)} and shape {tuple(getattr(current, 'shape', ()))}; expected a DTensor "
-                f"with placements {self.placements}, {self.master_dtype} and shape {self.slot.shape}. Change dtype and "
+                f"{getattr(current, 'dtype', None)} and shape {tuple(getattr(current, 'shape', ()))}; expected a "
+                f"DTensor with placements {self.placements}, {self.master_dtype} and shape {self.slot.shape}. Change "
+                "dtype and "
                 "shape before fully_shard, or load with assign=False"
             )
         assert isinstance(current, nn.Parameter)
@@ -176,7 +177,8 @@ class ShardedParameter:
             owner._parameters[owner_attribute] = current
 
     def _install(self, parameter: nn.Parameter) -> None:
-        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we need.
+        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we
+        # need.
         for module, attribute in self.owners:
             module._parameters[attribute] = parameter
 

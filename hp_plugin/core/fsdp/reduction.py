@@ -1,9 +1,9 @@
 """Reducing gradients over both tiers without making backward wait for the slow one.
 
-Unit i's reduce-scatter is issued when its gradients are complete. The inter-supernode reduction of the unit before it in
-backward order follows behind, since its own reduce-scatter has had one unit's backward to finish. Nothing waits for an
-inter-supernode reduction before the end of backward. The order of every collective follows from the order of the units
-alone, so all ranks agree on it.
+Unit i's reduce-scatter is issued when its gradients are complete. The inter-supernode reduction of the unit before it
+in backward order follows behind, since its own reduce-scatter has had one unit's backward to finish. Nothing waits for
+an inter-supernode reduction before the end of backward. The order of every collective follows from the order of the
+units alone, so all ranks agree on it.
 """
 
 from __future__ import annotations

@@ -122,8 +122,9 @@ class Unit:
                 outputs.append(operands[0])
                 inputs.append(operands[1])
         if outputs and self._transport is not None:
-            # Autograd saved these tensors in forward; that their storage is filled again is no modification. gloo writes
-            # from a thread of its own, so the versions of now are put back when the collective has been waited for.
+            # Autograd saved these tensors in forward; that their storage is filled again is no modification. gloo
+            # writes from a thread of its own, so the versions of now are put back when the collective has been waited
+            # for.
             self._versions = torch.autograd._unsafe_preserve_version_counter(tuple(outputs))
             self._gather = self._transport.all_gather(outputs, inputs)
             counters.all_gathers += 1
@@ -189,6 +190,7 @@ class Unit:
     def _reduction(self, storage: UnitGradients) -> Reduction:
         operands = []
         for parameter in storage.parameters:
+            gradient: torch.Tensor | None = None
             if parameter.unsharded_gradient is not None:
                 self._keep_unsharded(parameter)
                 gradient, parameter.unsharded_gradient = parameter.unsharded_gradient, None

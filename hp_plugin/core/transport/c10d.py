@@ -1,7 +1,8 @@
 """Collectives of one unit through torch.distributed, on any backend.
 
-Every parameter is gathered straight into its full tensor and reduced straight out of its gradient, so nothing is packed.
-All parameters of a unit leave in one coalesced launch where the backend has one and gains from it; see `_launches`.
+Every parameter is gathered straight into its full tensor and reduced straight out of its gradient, so nothing is
+packed. All parameters of a unit leave in one coalesced launch where the backend has one and gains from it; see
+`_launches`.
 """
 
 from __future__ import annotations
@@ -81,10 +82,12 @@ class C10dTransport:
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
             if len(outs) > 1:
                 options = dist.ReduceScatterOptions()
-                options.reduceOp = dist.ReduceOp.SUM
+                options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
                 works.append(self.group.reduce_scatter_tensor_coalesced(outs, ins, options))
             else:
-                works.append(_reduce_scatter_flat(outs[0], ins[0], op=dist.ReduceOp.SUM, group=self.group, async_op=True))
+                works.append(
+                    _reduce_scatter_flat(outs[0], ins[0], op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+                )
         return Pending(works, [*outputs, *inputs])
 
 
