@@ -76,7 +76,7 @@ CONFLICTS: tuple[Conflict, ...] = (
              "context parallelism is not supported in this release; use --context-parallel-size 1"),
     Conflict("--hybrid-context-parallel", "hybrid_context_parallel", _is_on,
              "context parallelism is not supported in this release; remove the flag"),
-    Conflict("--gtp-weight-remat-size", "gtp_weight_remat_size", _above_one, _OWN_SHARDING),
+    Conflict("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards", _given, _OWN_SHARDING),
     Conflict("--fp16", "fp16", _is_on, "loss scaling is not supported in this release; use --bf16 or fp32"),
     Conflict("--fp8-param-gather", "fp8_param_gather", _is_on, "shards are kept in fp32; remove the flag"),
     Conflict("--fp4-param-gather", "fp4_param_gather", _is_on, "shards are kept in fp32; remove the flag"),
