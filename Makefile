@@ -35,10 +35,10 @@ test-compat:
 	"$(VENV_COMPAT)/bin/python" -m pytest tests --ignore=tests/megatron -m "not full"
 
 lint: setup
-	$(PYTHON_OF_VENV) -m ruff format --check .
-	$(PYTHON_OF_VENV) -m ruff check .
+	$(PYTHON_OF_VENV) -m ruff format --check --output-format concise .
+	$(PYTHON_OF_VENV) -m ruff check --output-format concise .
 	$(PYTHON_OF_VENV) -m mypy
-	"$(VENV)/bin/lint-imports"
+	"$(VENV)/bin/lint-imports" --no-logo
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
