@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hp_plugin.core.devices import Capabilities, backend_capabilities
 from hp_plugin.core.devices import capabilities as module
+from hp_plugin.errors import ConfigurationError
 from tests.support import init_gloo, run_ranks
 
 
@@ -103,6 +104,11 @@ def test_a_group_with_two_backends_promises_what_both_can(monkeypatch: pytest.Mo
     assert not both.can_premultiply
     assert both.waits_on_host
     assert ask(device_type="cuda").can_premultiply
+
+
+def test_a_device_type_without_a_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"backends for \['cuda'\], but none for 'cpu'"):
+        with_backends(monkeypatch, "cuda:nccl")(device_type="cpu")
 
 
 def test_an_unknown_backend_promises_elementary_reductions_only(monkeypatch: pytest.MonkeyPatch) -> None:

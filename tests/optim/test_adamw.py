@@ -130,7 +130,7 @@ def test_state_dicts_go_to_and_come_from_torch() -> None:
         optimizer.step()
     crossed = HyperAdamW(ours)
     crossed.load_state_dict(second.state_dict())
-    second.load_state_dict({**second.state_dict(), "state": first.state_dict()["state"]})
+    second.load_state_dict(first.state_dict())
     assert crossed.param_groups[0]["lr"] == OPTIONS["lr"]
     for optimizer, params in ((crossed, ours), (second, theirs)):
         set_gradients(params, 1)
@@ -144,6 +144,12 @@ def test_a_state_dict_with_an_option_that_does_not_exist_is_refused(option: str)
     other = torch.optim.AdamW(params, **{option: True})
     with pytest.raises(UnsupportedError, match=f"no option '{option}'"):
         HyperAdamW(params).load_state_dict(other.state_dict())
+
+
+def test_a_state_dict_of_adam_is_refused() -> None:
+    params = plain_parameters()
+    with pytest.raises(UnsupportedError, match="Adam with L2"):
+        HyperAdamW(params).load_state_dict(torch.optim.Adam(params).state_dict())
 
 
 def test_state_of_another_shape_is_refused() -> None:

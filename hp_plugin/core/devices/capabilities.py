@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hp_plugin.errors import ConfigurationError
+
 _ELEMENTARY = frozenset({"sum", "product", "min", "max"})
 _DEBUG_WRAPPER = "_ProcessGroupWrapper"  # what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend
 
@@ -66,10 +68,18 @@ def backend_capabilities(group: dist.ProcessGroup | None = None, *, device_type:
 
     Returns:
         The capabilities. Of a backend that is not in the table only elementary reductions are assumed.
+
+    Raises:
+        ConfigurationError: the group has no backend for `device_type`.
     """
     group = group if group is not None else dist.group.WORLD
     backends = _backends_by_device_type(group)
-    wanted = [device_type] if device_type is not None and device_type in backends else sorted(backends)
+    if device_type is not None and device_type not in backends:
+        raise ConfigurationError(
+            f"the process group has backends for {sorted(backends)}, but none for {device_type!r}; create it with one, "
+            f"e.g. backend='cpu:gloo,{device_type}:...'."
+        )
+    wanted = [device_type] if device_type is not None else sorted(backends)
     found = [_of_backend(backends[kind], wrapped=_is_wrapped(group, kind)) for kind in wanted]
     return functools.reduce(Capabilities.intersection, found)
 

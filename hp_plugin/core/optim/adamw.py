@@ -188,6 +188,10 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ConfigurationError(f"betas are {tuple(betas)}, but each must be at least 0 and below 1.")
     if options.get("foreach") and options.get("fused"):
         raise ConfigurationError("foreach and fused are both on; choose one of them.")
+    if options.get("decoupled_weight_decay") is False:
+        raise UnsupportedError(
+            "the options are those of Adam with L2 regularisation, not of AdamW; use torch.optim.Adam."
+        )
     for name in ("amsgrad", "maximize", "capturable", "differentiable"):
         if options.get(name):
             raise UnsupportedError(
