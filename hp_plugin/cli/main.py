@@ -1,0 +1,55 @@
+"""Commands of `hp-plugin`. Each gathers data in its own module and only prints here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from hp_plugin._version import __version__
+
+app = typer.Typer(
+    name="hp-plugin",
+    help="Topology-aware FSDP for Megatron-LM, DeepSpeed and PyTorch jobs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Global options. A callback also keeps `doctor` a subcommand while it is the only one."""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Say what was found: versions, devices, backends, kernels, topology, host frameworks and what would be rebound.
+
+    Exits with 0 if everything installed is usable, with 1 if something is not. Under torchrun it shows the topology of
+    the job; with HP_DEVICE=cpu it also lists what the CPU compatibility layer replaces.
+    """
+    from hp_plugin.cli.doctor import examine
+    from hp_plugin.cli.report import render
+
+    report = examine()
+    if report.rank == 0:
+        if as_json:
+            print(json.dumps(dataclasses.asdict(report) | {"usable": report.usable}))
+        else:
+            render(report)
+    raise typer.Exit(0 if report.usable else 1)
