@@ -71,8 +71,8 @@ class Difference:
 # Only the order of summation differs: between torch's own back ends 1e-7, 2e-7, 1.5e-6 and 1.1e-6 were measured.
 FLOAT32 = Tolerance(loss=2e-6, norm=2e-6, gradient=4e-6, weight=4e-6)
 # From the second step on, last digits of float32 weights decide how single weights round to bfloat16; between torch's
-# own back ends 3e-6, 5e-5, 1.3e-2 and 4e-4 were measured. The first step is held to FLOAT32.
-BFLOAT16 = Tolerance(loss=1e-5, norm=2e-4, gradient=5e-2, weight=2e-3)
+# own back ends 1.3e-5, 5e-5, 1.3e-2 and 4e-4 were measured. The first step is held to FLOAT32.
+BFLOAT16 = Tolerance(loss=5e-5, norm=2e-4, gradient=5e-2, weight=2e-3)
 
 
 def assert_same_mixed_training(record: Record, reference: Record) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,10 +49,15 @@ def train_single(*, variants: list[Variant]) -> list[Record]:
 
 
 def train(variant: Variant, mesh: DeviceMesh | None) -> Record:
-    """Train one variant. Every rank of `mesh` must call."""
+    """Train one variant from its initial weights. Every rank of `mesh` must call."""
     trainer = TRAINERS[variant.backend](variant, mesh)
-    record = Record()
-    for step in range(variant.steps):
+    return continue_training(trainer, range(variant.steps))
+
+
+def continue_training(trainer: Trainer, steps: Iterable[int]) -> Record:
+    """Run `steps` (numbers that choose the data) with `trainer` as it is, and record them."""
+    variant, record = trainer.variant, Record()
+    for step in steps:
         with FAULTS[variant.fault](trainer) if variant.fault else contextlib.nullcontext():
             loss = sum(trainer.forward_backward(step, index) for index in range(variant.micro_batches))
             gradients = {name: full(_gradient(p, name)) for name, p in trainer.model.named_parameters()}
@@ -63,8 +67,7 @@ def train(variant: Variant, mesh: DeviceMesh | None) -> Record:
         record.losses.append(trainer.mean_over_ranks(loss))
         record.norms.append(float(full(norm)))
         record.gradients.append({trainer.plain_name(name): value for name, value in gradients.items()})
-        weights = trainer.model.named_parameters()
-        record.weights.append({trainer.plain_name(name): full(p) for name, p in weights})
+        record.weights.append(trainer.weights())
     return record
 
 
@@ -103,6 +106,10 @@ class Trainer:
 
     def plain_name(self, name: str) -> str:
         return name
+
+    def weights(self) -> dict[str, Tensor]:
+        """Full weights by plain name."""
+        return {self.plain_name(name): full(p) for name, p in self.model.named_parameters()}
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Tell the back end whether this backward is the last of the step."""
@@ -319,7 +326,7 @@ def _dropped_micro_batch(trainer: Trainer) -> Iterator[None]:
 @contextlib.contextmanager
 def _stale_shard(trainer: Trainer) -> Iterator[None]:
     """The last rank keeps its old shard of one parameter through the step."""
-    name, parameter = next(iter(trainer.model.named_parameters()))
+    parameter = next(trainer.model.parameters())
     local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
     before = local.clone()
     yield
@@ -336,8 +343,3 @@ FAULTS: dict[str, Callable[[Trainer], contextlib.AbstractContextManager[None]]] 
     "micro_batch_dropped": _dropped_micro_batch,
     "shard_stale": _stale_shard,
 }
-
-
-def rank() -> int:
-    """This process's rank."""
-    return int(os.environ["RANK"])

@@ -36,7 +36,7 @@ class Variant:
     one_dim: bool = False
     shares: int = 1
     fault: str | None = None
-    steps: int = 3
+    steps: int = 2
 
     def __str__(self) -> str:
         words = [self.backend, self.model, f"m{self.micro_batches}", self.mode]
@@ -60,7 +60,7 @@ def usual_variants(mesh: tuple[int, int]) -> list[Variant]:
 
 
 def every_variant(model: str) -> list[Variant]:
-    """The whole product for one model, with one optimizer step more than usual."""
+    """The whole product for one model, with twice the usual number of optimizer steps."""
     return [
         Variant(model=model, micro_batches=count, mode=mode, reshard=reshard, mixed=mixed, units=units, steps=4)
         for count in (1, 3)
