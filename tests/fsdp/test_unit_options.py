@@ -42,6 +42,10 @@ def mesh() -> Iterator[DeviceMesh]:
         ("offload_policy", CPUOffloadPolicy()),
         ("offload_policy", TorchCPUOffloadPolicy()),
         ("reshard_after_forward", 2),
+        ("bucket_bytes", 1 << 20),
+        ("window", 2),
+        ("prefetch", 1),
+        ("deterministic", True),
     ],
 )
 def test_an_option_that_is_not_built_is_refused_by_name(mesh: DeviceMesh, option: str, value: Any) -> None:

@@ -35,6 +35,10 @@ def fully_shard(
     transport: Literal["auto", "c10d", "shm", "symm_mem"] = "auto",
     mode: Literal["production", "validation"] = "production",
     optimizer_sharding: Literal["auto", "shard", "shard_replicate"] = "auto",
+    bucket_bytes: int | None = None,
+    window: int | None = None,
+    prefetch: int | None = None,
+    deterministic: bool = False,
 ) -> ModulesT:
     """Shards the parameters of `module` over the fast tier of a mesh and keeps them in step over the slow one.
 
@@ -59,6 +63,10 @@ def fully_shard(
         transport: How bytes move inside a supernode. "auto" is "c10d" for now, the only one built.
         mode: "production" is the only one built.
         optimizer_sharding: What is sharded of the optimizer's state. "auto" is "shard" for now, the only one built.
+        bucket_bytes: Not built: an inter-supernode reduction carries one unit.
+        window: Not built: any number of inter-supernode reductions may be in flight.
+        prefetch: Not built: backward gathers one unit ahead; see also `FSDPModule.set_modules_to_forward_prefetch`.
+        deterministic: Not built.
 
     Returns:
         `module`, which is an `FSDPModule` from now on.
@@ -70,6 +78,7 @@ def fully_shard(
         exist.
     """
     _refuse_unbuilt(reshard_after_forward, transport, mode, optimizer_sharding)
+    _refuse_given(bucket_bytes=bucket_bytes, window=window, prefetch=prefetch, deterministic=deterministic or None)
     refuse_offload(offload_policy)
     policy = MixedPrecisionPolicy.adopt(mp_policy)
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
@@ -115,6 +124,12 @@ def _refuse_unbuilt(
         if value in planned:
             raise UnsupportedError(f'{option}="{value}" is not supported yet; use {option}="{built[0]}"')
         raise ConfigurationError(f'{option}="{value}" is unknown; expected one of {", ".join((*built, *planned))}')
+
+
+def _refuse_given(**options: int | bool | None) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UnsupportedError(f"{option}={value} is not supported yet; leave {option} out instead")
 
 
 def _as_bool_or_none(value: bool | int | None) -> bool | None:
