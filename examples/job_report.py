@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,23 +56,23 @@ def largest_difference(found: Mapping[int, float], expected: Mapping[int, float]
 
 
 def table(results: Sequence[Result], iterations: Sequence[int]) -> Table:
-    """One row per run; the first result is the one that others are compared with."""
+    """One column per run; the first one is what the others are compared with."""
     made = Table(title="GPT on the Python standard library's sources, byte by byte", title_justify="left")
-    made.add_column("run")
-    for name in (*(f"loss at {i}" for i in iterations), "validation", "largest difference", "step (median)",
-                 "peak memory", "inside supernodes", "between supernodes"):
-        made.add_column(name, justify="right")
+    made.add_column("")
     for result in results:
-        log = result.log
-        losses = (f"{log.losses[i]:.6f}" if i in log.losses else "-" for i in iterations)
-        difference = "" if result is results[0] else f"{largest_difference(log.losses, results[0].log.losses):.1e}"
-        validation = log.evaluations.get("validation")
-        made.add_row(
-            result.title, *losses, "-" if validation is None else f"{validation:.6f}", difference,
-            f"{statistics.median(log.step_ms.values()):.0f} ms",
-            _largest(result, "peak_bytes"), _sum(result, "intra_bytes"), _sum(result, "inter_bytes"))
-    made.caption = ("largest difference: relative, to stock, over all iterations; peak memory: largest of any rank, above "
-                    "the imported libraries; bytes: sent by all ranks together in one step")
+        made.add_column(result.title, justify="right")
+    for iteration in iterations:
+        made.add_row(f"loss at {iteration}", *(_loss(result.log.losses.get(iteration)) for result in results))
+    made.add_row("validation loss", *(_loss(result.log.evaluations.get("validation")) for result in results))
+    stock = results[0].log.losses
+    made.add_row("largest relative difference to stock", "",
+                 *(f"{largest_difference(result.log.losses, stock):.1e}" for result in results[1:]))
+    made.add_section()
+    made.add_row("step time, median", *(f"{statistics.median(r.log.step_ms.values()):.0f} ms" for r in results))
+    made.add_row("peak memory of a rank above its libraries", *(_bytes(_over_ranks(r, "peak_bytes", max)) for r in results))
+    made.add_row("sent inside supernodes per step", *(_bytes(_over_ranks(r, "intra_bytes", sum)) for r in results))
+    made.add_row("sent between supernodes per step", *(_bytes(_over_ranks(r, "inter_bytes", sum)) for r in results))
+    made.caption = "Bytes are those of ring algorithms, all ranks together."
     made.caption_justify = "left"
     return made
 
@@ -92,14 +92,14 @@ def plot(results: Sequence[Result], path: Path) -> None:
         above.plot(list(losses), list(losses.values()), label=result.title, alpha=0.9, **style)
         if number:
             shared = [i for i in losses if i in reference]
-            below.plot(shared, [abs(losses[i] - reference[i]) / reference[i] for i in shared], label=result.title,
+            below.plot(shared, [abs(losses[i] - reference[i]) / reference[i] for i in shared],
                        color=above.lines[-1].get_color(), **style)
     above.set(ylabel="training loss (nats per byte)", title="HyperFSDP and stock Megatron DDP, same seed")
-    below.set(ylabel="relative difference to stock", xlabel="iteration", yscale="symlog")
-    below.set_yscale("symlog", linthresh=1e-7)
+    below.set(ylabel="relative difference to stock", xlabel="iteration")
+    below.set_yscale("symlog", linthresh=1e-7)  # equal to the last printed digit is a difference of 0
+    above.legend()
     for axes in (above, below):
         axes.grid(alpha=0.3)
-        axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -113,13 +113,14 @@ def print_checks(console: Console, checks: Sequence[Check]) -> bool:
     return all(check.holds for check in checks)
 
 
-def _largest(result: Result, key: str) -> str:
-    return _bytes(max(entry[key] for entry in result.metrics)) if result.metrics else "-"
+def _over_ranks(result: Result, key: str, combine: Callable[[Iterable[float]], float]) -> float | None:
+    values = [entry[key] for entry in result.metrics if key in entry]
+    return combine(values) if values else None
 
 
-def _sum(result: Result, key: str) -> str:
-    return _bytes(sum(entry[key] for entry in result.metrics)) if result.metrics else "-"
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.6f}"
 
 
-def _bytes(number: float) -> str:
-    return f"{number / 2**20:.1f} MiB"
+def _bytes(number: float | None) -> str:
+    return "-" if number is None else f"{number / 2**20:.1f} MiB"

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import byte_corpus
 import job_report
@@ -70,14 +71,14 @@ class Settings:
 
 def main() -> None:
     """Command line of this file."""
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False, soft_wrap=True)
     settings = parse(sys.argv[1:])
     started = time.monotonic()
     try:
         results, first_half = Job(settings, console).run()
         agreed = report(settings, console, results, first_half)
     except (JobError, OSError) as error:
-        fail(console, str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         console.print("stopped; no process is left running")
         sys.exit(130)
@@ -242,7 +243,7 @@ def words(file: str) -> list[str]:
     return shlex.split((HERE / file).read_text(encoding="utf-8"))
 
 
-def fail(console: Console, sentence: str) -> None:
+def fail(sentence: str) -> NoReturn:
     """End with one sentence on standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {sentence.rstrip('.')}.", markup=False)
     sys.exit(1)

@@ -21,6 +21,10 @@ TINY = (
 
 FP32_TOLERANCE = 2e-6
 BF16_TOLERANCE = 1e-4
+BF16_NORM_TOLERANCE = 3e-3
+"""Of a gradient norm after the first iteration. A last-digit difference of the fp32 masters, from the order of
+summation, rounds a few weights to another bf16 value; the norm shows it, the loss hardly. Stock Megatron's own
+distributed optimizer differs from its DDP by 2e-4 here."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Job:
         ours: Arguments beyond ``--use-hyperfsdp``.
         ranks: World size.
         full: Runs in ``make test-full`` only.
-        tolerance: Largest relative difference of a loss or gradient norm.
+        tolerance: Largest relative difference of a loss, and of the gradient norm of the first iteration.
+        norm_tolerance: Largest relative difference of a later gradient norm; ``tolerance`` where it is None.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Job:
     ranks: int = 4
     full: bool = False
     tolerance: float = FP32_TOLERANCE
+    norm_tolerance: float | None = None
     stock_arguments: tuple[str, ...] = field(init=False)
     our_arguments: tuple[str, ...] = field(init=False)
 
@@ -69,9 +75,10 @@ JOBS = (
     Job("pp2-interleaved", f"{_PP} --num-layers-per-virtual-pipeline-stage 1"),
     Job("tp2-pp2", f"{_TP} {_PP}"),
     Job("tp2-pp2-sequence-parallel", f"{_TP} {_PP} --sequence-parallel", full=True),
-    Job("bf16", "--bf16", tolerance=BF16_TOLERANCE),
-    Job("bf16-tp2-sequence-parallel", f"--bf16 {_TP} --sequence-parallel", tolerance=BF16_TOLERANCE, full=True),
-    Job("bf16-reduce", "--bf16 --grad-reduce-in-bf16", tolerance=5e-3, full=True),
+    Job("bf16", "--bf16", tolerance=BF16_TOLERANCE, norm_tolerance=BF16_NORM_TOLERANCE),
+    Job("bf16-tp2-sequence-parallel", f"--bf16 {_TP} --sequence-parallel", tolerance=BF16_TOLERANCE,
+        norm_tolerance=BF16_NORM_TOLERANCE, full=True),
+    Job("bf16-reduce", "--bf16 --grad-reduce-in-bf16", tolerance=5e-3, norm_tolerance=1e-2, full=True),
     Job("per-token-loss", "--calculate-per-token-loss"),
     Job("per-token-loss-pp2", f"--calculate-per-token-loss {_PP}", full=True),
     Job("swiglu", "--swiglu"),
