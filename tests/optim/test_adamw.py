@@ -66,7 +66,7 @@ def steps_on_mesh(*, shape: tuple[int, int], backends: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_steps_equal_torch_on_local_tensors_and_on_one_process(shape: tuple[int, int]) -> None:
     backends = [{}, {"foreach": True}, {"fused": True}, {"foreach": False}]
-    run_ranks(shape[0] * shape[1], steps_on_mesh, shape=shape, backends=backends)
+    run_ranks(shape[0] * shape[1], steps_on_mesh, timeout=180.0, shape=shape, backends=backends)
 
 
 def test_plain_parameters_step_like_torch() -> None:
@@ -251,4 +251,4 @@ def round_trip(*, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_distributed_state_dicts_round_trip(shape: tuple[int, int]) -> None:
-    run_ranks(shape[0] * shape[1], round_trip, shape=shape)
+    run_ranks(shape[0] * shape[1], round_trip, timeout=180.0, shape=shape)

@@ -49,7 +49,7 @@ def clip_on_mesh(*, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_norm_and_gradients_equal_one_process(shape: tuple[int, int]) -> None:
-    run_ranks(shape[0] * shape[1], clip_on_mesh, shape=shape)
+    run_ranks(shape[0] * shape[1], clip_on_mesh, timeout=180.0, shape=shape)
 
 
 def clip_mixed_layouts() -> dict[str, int]:
