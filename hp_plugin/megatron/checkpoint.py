@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import UnsupportedError
@@ -28,8 +30,6 @@ from hp_plugin.megatron.checkpoint_slices import (
     storage_key,
     whole_template,
 )
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 _SOURCE = "_hyperfsdp_source"
 

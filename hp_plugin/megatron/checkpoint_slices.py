@@ -27,10 +27,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
-
-from hp_plugin.core.layout import Layout, Segment
-from hp_plugin.errors import UnsupportedError
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -38,6 +34,10 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from torch.distributed.tensor import DTensor
+
+from hp_plugin.core.layout import Layout, Segment
+from hp_plugin.errors import UnsupportedError
 
 Template: TypeAlias = Any  # ShardedTensor | ShardedTensorFactory, which have no types
 """A `ShardedTensor` or `ShardedTensorFactory`: what Megatron made of a stand-in, which describes the whole tensor."""

@@ -8,7 +8,8 @@ Copies are left out beforehand, by Megatron's own rules (:func:`counted_once`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,19 +100,30 @@ def counted_once(parameter: torch.Tensor, tp_group: Any = None, expert_tp_group:
     return once_over_remat is None or once_over_remat(parameter)
 
 
+def replace_params_l2_norm(original: Callable[..., float]) -> Callable[..., float]:
+    """Megatron's `calc_params_l2_norm`, for models that are wrapped in HyperFSDP; others go to the original."""
+
+    @functools.wraps(original)
+    def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
+        chunks = model if isinstance(model, list) else [model]
+        if all(hasattr(chunk, "mesh") for chunk in chunks):
+            return params_l2_norm(chunks)
+        return original(model, force_create_fp32_copy)
+
+    return calc_params_l2_norm
+
+
 @torch.no_grad()
-def params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
+def params_l2_norm(chunks: Sequence[Any]) -> float:
     """The 2-norm of all parameters of the model: what `--log-params-norm` prints. Every rank must call.
 
-    Stands in for Megatron's `calc_params_l2_norm`, which knows DTensors on a one-dimensional mesh only.
+    Stock Megatron would add up the shards of one rank only.
 
     Args:
-        model: One model chunk or a list of them, wrapped in HyperFSDP.
-        force_create_fp32_copy: Accepted for the signature; shards are fp32 already.
+        chunks: The model chunks of this rank, wrapped in HyperFSDP.
     """
     from megatron.core import parallel_state
 
-    chunks = model if isinstance(model, list) else [model]
     tp_group = parallel_state.get_tensor_model_parallel_group()
     parameters = [p for chunk in chunks for p in chunk.parameters() if counted_once(p, tp_group)]
     total = sum_over_model(

@@ -15,13 +15,13 @@ import copy
 from typing import Any
 
 import torch
+from megatron.core import optimizer as stock_optimizers
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron.checkpoint import Source, sources, write_into
 from hp_plugin.megatron.checkpoint_slices import cut
-from megatron.core import optimizer as stock_optimizers
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 _STATE = "optimizer.state"
 _MASTERS = "fp32_from_fp16_params"

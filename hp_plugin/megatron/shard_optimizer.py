@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import optimizer as stock_optimizer
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.optim import HyperAdamW
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import optimizer_checkpoint
 from hp_plugin.megatron.grad_stats import counted_once, squared_norms, sum_over_model, zero_counts
-from megatron.core.optimizer import optimizer as stock_optimizer
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 class ShardOptimizer(MegatronOptimizer):
@@ -68,8 +68,10 @@ class ShardOptimizer(MegatronOptimizer):
         base = stock.optimizer
         groups = [] if base is None else base.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
+        optimizer: torch.optim.Optimizer | None = None
+        masters: list[torch.nn.Parameter] = []
         if base is None:
-            optimizer, masters = None, []
+            pass
         elif config.optimizer == "adam" and config.decoupled_weight_decay:
             masters = parameters
             options = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,11 +28,6 @@ from hp_plugin.megatron.data_parallel import (
     options_from_arguments,
     unit_modules,
 )
-from megatron.core import parallel_state
-from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import unwrap_model
 
 
 class HyperFSDP(TorchFullyShardedDataParallel):
@@ -86,9 +86,10 @@ class HyperFSDP(TorchFullyShardedDataParallel):
     # ---------------------------------------------------------------- construction
 
     def _shard(self, model: torch.nn.Module, options: WrapperOptions) -> None:
-        reduce_dtype = options.reduce_dtype
-        if reduce_dtype is None:
-            reduce_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else self.compute_dtype
+        reduce_dtype = options.reduce_dtype or self.compute_dtype
+        if options.reduce_dtype is None and (self.ddp_config.grad_reduce_in_fp32 or reduce_dtype == torch.float16):
+            # Gradients under a loss scale are near the end of fp16's range; a sum over ranks would overflow.
+            reduce_dtype = torch.float32
         policy = MixedPrecisionPolicy(
             param_dtype=self.compute_dtype,
             reduce_dtype=reduce_dtype,
