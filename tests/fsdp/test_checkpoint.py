@@ -1,4 +1,4 @@
-"""A checkpoint saved on one mesh loads on another, in ours and in torch FSDP2, and training goes on as if uninterrupted."""
+"""A checkpoint saved on one mesh loads on another, in ours and in torch FSDP2, and training goes on undisturbed."""
 
 from __future__ import annotations
 
