@@ -62,6 +62,9 @@ TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
                f"{_HERE}:data_parallel_selector", "wraps the model that a model_provider makes"),
         Target("megatron.training.training", "get_megatron_optimizer", ("config", "model_chunks", "pg_collection"),
                f"{_HERE}:optimizer_builder", "builds the optimizer on sharded parameters"),
+        Target("megatron.training.training", "save_checkpoint",
+               ("iteration", "model", "optimizer", "opt_param_scheduler"),
+               "hp_plugin.megatron.checkpoint_save:guard_save_checkpoint", "leaves nothing half-written when a save fails"),
     ),
 }
 """Targets per release series of megatron-core."""
