@@ -65,11 +65,16 @@ def table(results: Sequence[Result], iterations: Sequence[int]) -> Table:
         made.add_row(f"loss at {iteration}", *(_loss(result.log.losses.get(iteration)) for result in results))
     made.add_row("validation loss", *(_loss(result.log.evaluations.get("validation")) for result in results))
     stock = results[0].log.losses
-    made.add_row("largest relative difference to stock", "",
-                 *(f"{largest_difference(result.log.losses, stock):.1e}" for result in results[1:]))
+    made.add_row(
+        "largest relative difference to stock",
+        "",
+        *(f"{largest_difference(result.log.losses, stock):.1e}" for result in results[1:]),
+    )
     made.add_section()
     made.add_row("step time, median", *(f"{statistics.median(r.log.step_ms.values()):.0f} ms" for r in results))
-    made.add_row("peak memory of a rank above its libraries", *(_bytes(_over_ranks(r, "peak_bytes", max)) for r in results))
+    made.add_row(
+        "peak memory of a rank above its libraries", *(_bytes(_over_ranks(r, "peak_bytes", max)) for r in results)
+    )
     made.add_row("sent inside supernodes per step", *(_bytes(_over_ranks(r, "intra_bytes", sum)) for r in results))
     made.add_row("sent between supernodes per step", *(_bytes(_over_ranks(r, "inter_bytes", sum)) for r in results))
     made.caption = "Bytes are those of ring algorithms, all ranks together."
@@ -92,8 +97,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
         above.plot(list(losses), list(losses.values()), label=result.title, alpha=0.9, **style)
         if number:
             shared = [i for i in losses if i in reference]
-            below.plot(shared, [abs(losses[i] - reference[i]) / reference[i] for i in shared],
-                       color=above.lines[-1].get_color(), **style)
+            below.plot(
+                shared,
+                [abs(losses[i] - reference[i]) / reference[i] for i in shared],
+                color=above.lines[-1].get_color(),
+                **style,
+            )
     above.set(ylabel="training loss (nats per byte)", title="HyperFSDP and stock Megatron DDP, same seed")
     below.set(ylabel="relative difference to stock", xlabel="iteration")
     below.set_yscale("symlog", linthresh=1e-7)  # equal to the last printed digit is a difference of 0

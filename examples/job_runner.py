@@ -61,8 +61,15 @@ class RunLog:
         return None
 
 
-def run(title: str, *, ranks: int, arguments: Sequence[str], log_file: Path, timeout_s: float,
-        on_iteration: Callable[[int, RunLog], None]) -> RunLog:
+def run(
+    title: str,
+    *,
+    ranks: int,
+    arguments: Sequence[str],
+    log_file: Path,
+    timeout_s: float,
+    on_iteration: Callable[[int, RunLog], None],
+) -> RunLog:
     """Run ``pretrain_gpt.py`` through the hp_plugin launcher on ``ranks`` local processes.
 
     Args:
@@ -77,14 +84,31 @@ def run(title: str, *, ranks: int, arguments: Sequence[str], log_file: Path, tim
         JobError: The run failed or took too long. No process of it is left then.
     """
     marker = f"HP_DEMO_{uuid.uuid4().hex}"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-               "-m", "hp_plugin.megatron", str(SCRIPT), *arguments]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+        "-m",
+        "hp_plugin.megatron",
+        str(SCRIPT),
+        *arguments,
+    ]
     log = RunLog()
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "w", encoding="utf-8") as copy:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env=_environment(marker))
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(marker)
+        )
         try:
             for line in _lines(process, deadline=time.monotonic() + timeout_s):
                 copy.write(line)

@@ -88,11 +88,15 @@ def main() -> None:
 
 def parse(argv: Sequence[str]) -> Settings:
     """Read the command line; arguments that are not known here are Megatron's."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], allow_abbrev=False,
-                                     epilog="All other arguments go to every Megatron run.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0],
+        allow_abbrev=False,
+        epilog="All other arguments go to every Megatron run.",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for everything (%(default)s)")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE,
-                        help="largest relative difference of losses (%(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="largest relative difference of losses (%(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--train-iters", type=int, default=TARGET_ITERATION, help="iterations (%(default)s)")
     options, extra = parser.parse_known_args(argv)
@@ -119,8 +123,14 @@ class Job:
         save = ["--save", str(self._checkpoint), "--save-interval", str(s.half), "--exit-interval", str(s.half)]
         try:
             half = self._train(f"HyperFSDP, stopped at {s.half}", "stopped", RANKS, [*HYPERFSDP, *save], last=s.half)
-            resumed = self._train(f"resumed at {s.half}, 2 ranks", "resumed", RESUMED_RANKS,
-                                  [*HYPERFSDP, "--load", str(self._checkpoint)], first=s.half + 1, last=s.iterations)
+            resumed = self._train(
+                f"resumed at {s.half}, 2 ranks",
+                "resumed",
+                RESUMED_RANKS,
+                [*HYPERFSDP, "--load", str(self._checkpoint)],
+                first=s.half + 1,
+                last=s.iterations,
+            )
         except BaseException:
             # A checkpoint of a run that failed may be half-written; nothing must ever load it.
             shutil.rmtree(self._checkpoint, ignore_errors=True)
@@ -134,8 +144,10 @@ class Job:
                 raise JobError(f"the Python module {module} is missing; install it with pip install '{remedy}'")
         free = job_runner.free_bytes(s.out)
         if free < NEEDED_BYTES:
-            raise JobError(f"the disk of {s.out} has {free // 2**20} MiB free and the demo writes up to "
-                           f"{NEEDED_BYTES // 2**20} MiB; free some space or choose another folder with --out")
+            raise JobError(
+                f"the disk of {s.out} has {free // 2**20} MiB free and the demo writes up to "
+                f"{NEEDED_BYTES // 2**20} MiB; free some space or choose another folder with --out"
+            )
         for stale in (s.out / "metrics", s.out / "logs", self._checkpoint):
             shutil.rmtree(stale, ignore_errors=True)
         (s.out / "metrics").mkdir(parents=True)
@@ -145,32 +157,59 @@ class Job:
         if byte_corpus.describe(self._corpus) is None:
             # In a process of its own, because it imports Megatron.
             command = [sys.executable, "-W", "ignore", str(HERE / "byte_corpus.py"), str(self._corpus)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=self._settings.timeout_s, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=self._settings.timeout_s, check=False
+            )
             if done.returncode != 0:
                 last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
                 raise JobError(last.removeprefix("error: "))
         manifest = byte_corpus.describe(self._corpus)
         if manifest is None:
             raise JobError(f"the corpus at {self._corpus} is not complete; remove that folder and try again")
-        self._console.print(f"corpus: {manifest['documents']} files of the standard library, {manifest['tokens']:,} bytes")
+        self._console.print(
+            f"corpus: {manifest['documents']} files of the standard library, {manifest['tokens']:,} bytes"
+        )
 
-    def _train(self, title: str, name: str, ranks: int, arguments: Sequence[str], *, last: int,
-               first: int = 1) -> Result:
+    def _train(
+        self, title: str, name: str, ranks: int, arguments: Sequence[str], *, last: int, first: int = 1
+    ) -> Result:
         s = self._settings
         metrics = s.out / "metrics" / f"{name}.jsonl"
         # Relative to the run's own start, and late enough that buffers exist.
         recorded = min(first + 4, last)
-        argv = [*words("gpt_tiny.args"), *words("cpu.args"), "--train-iters", str(s.iterations),
-                "--data-path", str(self._corpus), "--data-cache-path", str(s.out / "corpus" / "cache"),
-                "--metrics-file", str(metrics), "--metrics-supernode-size", str(SUPERNODE_SIZE),
-                "--metrics-iteration", str(recorded), *arguments, *s.extra]
+        argv = [
+            *words("gpt_tiny.args"),
+            *words("cpu.args"),
+            "--train-iters",
+            str(s.iterations),
+            "--data-path",
+            str(self._corpus),
+            "--data-cache-path",
+            str(s.out / "corpus" / "cache"),
+            "--metrics-file",
+            str(metrics),
+            "--metrics-supernode-size",
+            str(SUPERNODE_SIZE),
+            "--metrics-iteration",
+            str(recorded),
+            *arguments,
+            *s.extra,
+        ]
         with Follower(self._console, title, first=first, last=last) as follower:
-            log = job_runner.run(title, ranks=ranks, arguments=argv, log_file=s.out / "logs" / f"{name}.log",
-                                 timeout_s=s.timeout_s, on_iteration=follower.update)
+            log = job_runner.run(
+                title,
+                ranks=ranks,
+                arguments=argv,
+                log_file=s.out / "logs" / f"{name}.log",
+                timeout_s=s.timeout_s,
+                on_iteration=follower.update,
+            )
         missing = [i for i in range(first, last + 1) if i not in log.losses]
         if missing:
-            raise JobError(f"{title} ended without an error but did not log iteration {missing[0]}; its log is "
-                           f"{s.out / 'logs' / f'{name}.log'}")
+            raise JobError(
+                f"{title} ended without an error but did not log iteration {missing[0]}; its log is "
+                f"{s.out / 'logs' / f'{name}.log'}"
+            )
         return Result(title, log, job_report.read_metrics(metrics))
 
 
@@ -179,9 +218,15 @@ class Follower:
 
     def __init__(self, console: Console, title: str, *, first: int, last: int) -> None:
         self._console, self._title, self._first, self._last = console, title, first, last
-        self._progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                                  TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console,
-                                  disable=not console.is_terminal)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self._task = self._progress.add_task(title, total=last - first + 1, note="starting")
 
     def __enter__(self) -> Follower:
@@ -211,8 +256,10 @@ def report(settings: Settings, console: Console, results: list[Result], first_ha
     console.print(f"loss curves: {picture.resolve()}")
     good = job_report.print_checks(console, checks(settings, results, first_half))
     if settings.iterations < TARGET_ITERATION:
-        console.print(f"not checked: the loss at {TARGET_ITERATION}, which this run of {settings.iterations} iterations "
-                      "does not reach")
+        console.print(
+            f"not checked: the loss at {TARGET_ITERATION}, which this run of {settings.iterations} iterations "
+            "does not reach"
+        )
     return good
 
 
@@ -225,8 +272,11 @@ def checks(settings: Settings, results: list[Result], first_half: RunLog) -> lis
         (f"the stopped run's losses are the uninterrupted run's, {limit}", first_half.losses, ours.losses),
         (f"the resumed run's losses are the uninterrupted run's, {limit}", resumed.losses, ours.losses),
         (f"HyperFSDP's validation loss is stock's, {limit}", _evaluations(ours), _evaluations(stock)),
-        (f"the resumed run's validation loss is the uninterrupted run's, {limit}", _evaluations(resumed),
-         _evaluations(ours)),
+        (
+            f"the resumed run's validation loss is the uninterrupted run's, {limit}",
+            _evaluations(resumed),
+            _evaluations(ours),
+        ),
     ]
     made = []
     for statement, found, expected in pairs:

@@ -1,4 +1,4 @@
-"""GPT pretraining with nothing but the megatron-core wheel (0.19): ``megatron.training.pretrain`` on indexed data.
+r"""GPT pretraining with nothing but the megatron-core wheel (0.19): ``megatron.training.pretrain`` on indexed data.
 
 A plain Megatron script: it knows nothing of hp_plugin and runs stock with ``torchrun examples/pretrain_gpt.py ...``.
 Started through the launcher it takes ``--use-hyperfsdp`` as well, and runs on CPU where asked to:
@@ -41,7 +41,8 @@ def main() -> None:
         metrics = StepMetrics(args)
         step = metrics.wrap(forward_step)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    datasets.is_distributed = True  # every rank that needs data builds it; read by Megatron
+    # Read by Megatron: every rank that needs data builds it.
+    datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain(config, datasets, ModelType.encoder_or_decoder, step)
     if metrics is not None:
         metrics.close()
@@ -54,9 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Flags of this script."""
     group = parser.add_argument_group("metrics of examples/pretrain_gpt.py")
     group.add_argument("--metrics-file", default=None, metavar="FILE", help="append JSON lines about each rank to FILE")
-    group.add_argument("--metrics-supernode-size", type=int, default=1, metavar="N",
-                       help="ranks per supernode, by which traffic is sorted into inside and between")
-    group.add_argument("--metrics-iteration", type=int, default=5, metavar="N", help="iteration whose traffic is counted")
+    group.add_argument(
+        "--metrics-supernode-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks per supernode, by which traffic is sorted into inside and between",
+    )
+    group.add_argument(
+        "--metrics-iteration", type=int, default=5, metavar="N", help="iteration whose traffic is counted"
+    )
     return parser
 
 
@@ -66,8 +74,11 @@ def check_corpus(args: argparse.Namespace) -> None:
         missing = [word + suffix for suffix in (".idx", ".bin") if not os.path.isfile(word + suffix)]
         if missing and not _is_weight(word):
             if args.rank == 0:
-                print(f"error: the data set {word} is missing: there is no {missing[0]}. Give --data-path the path "
-                      "without suffix; examples/byte_corpus.py builds a small one.", flush=True)
+                print(
+                    f"error: the data set {word} is missing: there is no {missing[0]}. Give --data-path the path "
+                    "without suffix; examples/byte_corpus.py builds a small one.",
+                    flush=True,
+                )
             raise SystemExit(2)
 
 
@@ -80,8 +91,9 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model:
     return output, partial(loss_of, mask)
 
 
-def micro_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None,
-                vp_stage: int | None) -> list[torch.Tensor | None]:
+def micro_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None
+) -> list[torch.Tensor | None]:
     """The tensors of :data:`KEYS`, each (micro batch, sequence), on first and last pipeline stages; else None.
 
     The first rank of a tensor-parallel group reads them and hands them to the others.
@@ -99,16 +111,21 @@ def micro_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None,
         batch = [item[key].cuda(non_blocking=True) for key in KEYS]
     else:
         shape, device = (args.micro_batch_size, args.seq_length), torch.cuda.current_device()
-        batch = [torch.empty(shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=device)
-                 for key in KEYS]
+        batch = [
+            torch.empty(shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=device)
+            for key in KEYS
+        ]
     if group.size() > 1:
         for tensor in batch:
             torch.distributed.broadcast(tensor, mpu.get_tensor_model_parallel_src_rank(), group=group)
     return list(batch)
 
 
-def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_of(
+    mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the token losses, their number, and both for the log; ``output`` and ``mask`` are (batch, sequence)."""
+    assert mask is not None  # the last pipeline stage has one
     weights = mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * weights)
     tokens = weights.sum().detach().to(torch.int)
@@ -127,10 +144,18 @@ def datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
-        random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=blend_per_split,
-        split=args.split, tokenizer=build_tokenizer(args), path_to_cache=args.data_cache_path,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False)  # attention is causal without one
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        path_to_cache=args.data_cache_path,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )  # attention is causal without one
 
     def needed() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)

@@ -60,8 +60,12 @@ class StepMetrics:
             self._stop()
         line: dict[str, int] = {"rank": self._args.rank, "peak_bytes": _status("VmHWM") - self._baseline}
         if self._traffic is not None:
-            line.update(iteration=self._args.metrics_iteration, intra_bytes=self._traffic.intra_bytes,
-                        inter_bytes=self._traffic.inter_bytes, unmodelled=sum(self._traffic.unmodelled.values()))
+            line.update(
+                iteration=self._args.metrics_iteration,
+                intra_bytes=self._traffic.intra_bytes,
+                inter_bytes=self._traffic.inter_bytes,
+                unmodelled=sum(self._traffic.unmodelled.values()),
+            )
         # One write below the size of a pipe buffer: ranks do not interleave.
         descriptor = os.open(self._args.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

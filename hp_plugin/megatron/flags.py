@@ -34,31 +34,44 @@ class HyperFSDPOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     supernode_size: Literal["auto"] | PositiveInt = Field(
-        "auto", title="auto or a positive number of ranks",
-        description="ranks per supernode, the domain with the fast links; auto goes by host names")
+        "auto",
+        title="auto or a positive number of ranks",
+        description="ranks per supernode, the domain with the fast links; auto goes by host names",
+    )
     shard_size: Literal["supernode", "world"] | PositiveInt = Field(
-        "supernode", title="supernode, world or a positive number of ranks",
-        description="over how many data-parallel ranks each parameter is split; the rest are replicas")
+        "supernode",
+        title="supernode, world or a positive number of ranks",
+        description="over how many data-parallel ranks each parameter is split; the rest are replicas",
+    )
     reshard_after_forward: bool | PositiveInt = Field(
-        True, title="true or false",
-        description="free the full parameters of a layer after its forward and gather them again in backward")
+        True,
+        title="true or false",
+        description="free the full parameters of a layer after its forward and gather them again in backward",
+    )
     transport: Literal["auto", "shm", "symm_mem", "c10d"] = Field(
-        "auto", title="auto or c10d", description="how bytes move inside a supernode; auto is c10d today")
+        "auto", title="auto or c10d", description="how bytes move inside a supernode; auto is c10d today"
+    )
     mode: Literal["production", "validation"] = Field(
-        "production", title="production", description="production moves plain tensors")
+        "production", title="production", description="production moves plain tensors"
+    )
     optimizer_sharding: Literal["auto", "shard", "shard_replicate"] = Field(
-        "auto", title="auto or shard", description="which ranks share the optimizer state; auto is shard today")
+        "auto", title="auto or shard", description="which ranks share the optimizer state; auto is shard today"
+    )
     reduce_dtype: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", title="auto, fp32 or bf16",
-        description="dtype of the gradient reduction; auto follows --accumulate-allreduce-grads-in-fp32")
+        "auto",
+        title="auto, fp32 or bf16",
+        description="dtype of the gradient reduction; auto follows --accumulate-allreduce-grads-in-fp32",
+    )
     bucket_bytes: PositiveInt | None = Field(None, title="a positive number of bytes", description="not available yet")
     window: PositiveInt | None = Field(None, title="a positive number of buckets", description="not available yet")
     prefetch: PositiveInt | None = Field(None, title="a positive number of units", description="not available yet")
     deterministic: bool = Field(False, title="true or false", description="not available yet")
     device: Literal["auto", "cpu"] = Field(
-        "auto", title="auto or cpu",
+        "auto",
+        title="auto or cpu",
         description="cpu answers torch.cuda names on CPU (for tests and tutorials; refused where there is an "
-        "accelerator); auto never emulates")
+        "accelerator); auto never emulates",
+    )
     migrate: Literal["observe"] | None = Field(None, title="observe", description="not available yet")
 
     @classmethod
@@ -70,17 +83,30 @@ class HyperFSDPOptions(BaseModel):
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Append the group ``hyperfsdp`` to Megatron's parser. A flag that is not given stays None."""
     group = parser.add_argument_group(title="hyperfsdp")
-    group.add_argument("--use-hyperfsdp", action="store_true",
-                       help="wrap the model in topology-aware fully sharded data parallelism (hp_plugin)")
+    group.add_argument(
+        "--use-hyperfsdp",
+        action="store_true",
+        help="wrap the model in topology-aware fully sharded data parallelism (hp_plugin)",
+    )
     group.add_argument("--use-hypermuon", action="store_true", help="not available yet")
-    group.add_argument(PREFIX + "config", metavar="FILE", default=None,
-                       help="YAML file with any of the options below; the command line wins")
+    group.add_argument(
+        PREFIX + "config",
+        metavar="FILE",
+        default=None,
+        help="YAML file with any of the options below; the command line wins",
+    )
     for name, field in HyperFSDPOptions.model_fields.items():
         # A bare boolean flag means true; everything else takes a value.
-        bare = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         help_text = f"{field.description} ({field.title}; default: {_text(field.default)})"
-        group.add_argument(flag_of(name), dest=f"hyperfsdp_{name}", metavar="VALUE", default=None,
-                           help=help_text.replace("%", "%%"), **bare)
+        group.add_argument(
+            flag_of(name),
+            dest=f"hyperfsdp_{name}",
+            metavar="VALUE",
+            default=None,
+            help=help_text.replace("%", "%%"),
+            **bare,
+        )
     return parser
 
 
@@ -122,15 +148,20 @@ def resolve(args: argparse.Namespace) -> HyperFSDPOptions:
     """
     if args.use_hypermuon:
         raise UnsupportedError(f"--use-hypermuon is not available in this release; {_MUON_ADVICE}")
-    on_line = {name: _scalar(value) for name in HyperFSDPOptions.model_fields
-               if (value := getattr(args, f"hyperfsdp_{name}")) is not None}
+    on_line = {
+        name: _scalar(value)
+        for name in HyperFSDPOptions.model_fields
+        if (value := getattr(args, f"hyperfsdp_{name}")) is not None
+    }
     if not args.use_hyperfsdp:
         stray = [flag_of(name) for name in on_line if name != "device"]
         if args.hyperfsdp_config is not None:
             stray.append(PREFIX + "config")
         if stray:
-            raise ConfigurationError(f"{', '.join(stray)} has no effect without --use-hyperfsdp; add --use-hyperfsdp "
-                                     "to turn HyperFSDP on, or remove the flag.")
+            raise ConfigurationError(
+                f"{', '.join(stray)} has no effect without --use-hyperfsdp; add --use-hyperfsdp "
+                "to turn HyperFSDP on, or remove the flag."
+            )
     in_file = read_config(args.hyperfsdp_config) if args.hyperfsdp_config is not None else {}
     # Validated apart, so that a message names the place where the value stands.
     _validated(in_file, source=str(args.hyperfsdp_config))
@@ -159,8 +190,9 @@ def read_config(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigurationError(f"{PREFIX}config {path} holds a {type(content).__name__}; expected a mapping such as "
-                                 "'supernode_size: 8'.")
+        raise ConfigurationError(
+            f"{PREFIX}config {path} holds a {type(content).__name__}; expected a mapping such as 'supernode_size: 8'."
+        )
     known, options = list(HyperFSDPOptions.model_fields), {}
     for key, value in content.items():
         name = str(key).removeprefix(PREFIX).replace("-", "_").removeprefix("hyperfsdp_")
@@ -217,12 +249,15 @@ def _refuse_unavailable(options: HyperFSDPOptions) -> None:
         if value is not None and (refused is None or value in refused):
             raise UnsupportedError(f"{flag_of(name)} {value} is not available in this release; {advice}.")
     if options.deterministic:
-        raise UnsupportedError(f"{flag_of('deterministic')} is not available in this release; remove the option. "
-                               "Repeated runs on the same ranks already give the same digits with gloo.")
+        raise UnsupportedError(
+            f"{flag_of('deterministic')} is not available in this release; remove the option. "
+            "Repeated runs on the same ranks already give the same digits with gloo."
+        )
     if not isinstance(options.reshard_after_forward, bool):
         raise UnsupportedError(
             f"{flag_of('reshard_after_forward')} {options.reshard_after_forward} (resharding to a smaller group) is "
-            "not available in this release; use true to save memory or false to save communication.")
+            "not available in this release; use true to save memory or false to save communication."
+        )
 
 
 def _validated(values: Mapping[str, Any], *, source: str | None) -> HyperFSDPOptions:

@@ -69,8 +69,11 @@ def hook_parse_args(original: Callable[..., argparse.Namespace]) -> Callable[...
     """Megatron's ``parse_args`` with our flags, and with what follows from them."""
 
     @functools.wraps(original)
-    def parse_args(extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
-                   ignore_unknown_args: bool = False, **more: Any) -> argparse.Namespace:
+    def parse_args(
+        extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+        ignore_unknown_args: bool = False,
+        **more: Any,
+    ) -> argparse.Namespace:
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
@@ -99,7 +102,8 @@ def _apply(args: argparse.Namespace) -> None:
             raise ConfigurationError(
                 "--hyperfsdp-device cpu was found after Megatron was set up. Start the job with "
                 "python -m hp_plugin.megatron SCRIPT, or call hp_plugin.megatron.install() with the flag on the "
-                "command line.")
+                "command line."
+            )
     if _installed is None:
         return
     if not active:
@@ -114,5 +118,7 @@ def _apply(args: argparse.Namespace) -> None:
 
 def _check_yaml_arguments() -> None:
     if any(word == "--use-hyperfsdp" or word.startswith(flags.PREFIX) for word in sys.argv[1:]):
-        raise UnsupportedError("--use-hyperfsdp cannot be combined with --yaml-cfg: Megatron then drops the arguments "
-                               "of the command line; give Megatron's arguments on the command line.")
+        raise UnsupportedError(
+            "--use-hyperfsdp cannot be combined with --yaml-cfg: Megatron then drops the arguments "
+            "of the command line; give Megatron's arguments on the command line."
+        )

@@ -3,8 +3,8 @@
 [Note: __main__ stays this package] Megatron's checkpointing starts a child with multiprocessing's *spawn*
 method, and a spawned child imports the parent's ``__main__`` again. Under ``runpy.run_path`` that would be the
 user's script, which would start a second training inside the child. The script's code is therefore executed
-in the ``__main__`` of ``python -m hp_plugin.megatron``: its ``__spec__`` ends in ``.__main__``, which spawn knows to leave
-alone, while ``__name__ == "__main__"`` holds for the script and what it defines can be pickled in this process.
+in the ``__main__`` of ``python -m hp_plugin.megatron``: its ``__spec__`` ends in ``.__main__``, which spawn knows to
+leave alone, while ``__name__ == "__main__"`` holds for the script and what it defines can be pickled in this process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from hp_plugin.megatron import reporting
 TRACEBACK_VARIABLE = "HP_TRACEBACK"
 """Set to anything to see where a configuration was refused, instead of only the sentence."""
 
-USAGE = "usage: python -m hp_plugin.megatron SCRIPT [ARGS...]   (under torchrun: torchrun ... -m hp_plugin.megatron SCRIPT ...)"
+USAGE = (
+    "usage: python -m hp_plugin.megatron SCRIPT [ARGS...]   "
+    "(under torchrun: torchrun ... -m hp_plugin.megatron SCRIPT ...)"
+)
 
 
 def main() -> None:

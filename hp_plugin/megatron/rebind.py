@@ -54,17 +54,42 @@ _DDP_PARAMETERS = ("config", "ddp_config", "module", "disable_bucketing", "pg_co
 
 TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
     (0, 19): (
-        Target("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args"),
-               "hp_plugin.megatron.installation:hook_parse_args", "adds our flags and checks them", "arguments"),
-        Target("megatron.training.models.dist_utils", "DistributedDataParallel", _DDP_PARAMETERS,
-               f"{_HERE}:data_parallel_selector", "wraps the model that a model builder makes"),
-        Target("megatron.training.training", "DDP", _DDP_PARAMETERS,
-               f"{_HERE}:data_parallel_selector", "wraps the model that a model_provider makes"),
-        Target("megatron.training.training", "get_megatron_optimizer", ("config", "model_chunks", "pg_collection"),
-               f"{_HERE}:optimizer_builder", "builds the optimizer on sharded parameters"),
-        Target("megatron.training.training", "save_checkpoint",
-               ("iteration", "model", "optimizer", "opt_param_scheduler"),
-               "hp_plugin.megatron.checkpoint_save:guard_save_checkpoint", "leaves nothing half-written when a save fails"),
+        Target(
+            "megatron.training.arguments",
+            "parse_args",
+            ("extra_args_provider", "ignore_unknown_args"),
+            "hp_plugin.megatron.installation:hook_parse_args",
+            "adds our flags and checks them",
+            "arguments",
+        ),
+        Target(
+            "megatron.training.models.dist_utils",
+            "DistributedDataParallel",
+            _DDP_PARAMETERS,
+            f"{_HERE}:data_parallel_selector",
+            "wraps the model that a model builder makes",
+        ),
+        Target(
+            "megatron.training.training",
+            "DDP",
+            _DDP_PARAMETERS,
+            f"{_HERE}:data_parallel_selector",
+            "wraps the model that a model_provider makes",
+        ),
+        Target(
+            "megatron.training.training",
+            "get_megatron_optimizer",
+            ("config", "model_chunks", "pg_collection"),
+            f"{_HERE}:optimizer_builder",
+            "builds the optimizer on sharded parameters",
+        ),
+        Target(
+            "megatron.training.training",
+            "save_checkpoint",
+            ("iteration", "model", "optimizer", "opt_param_scheduler"),
+            "hp_plugin.megatron.checkpoint_save:guard_save_checkpoint",
+            "leaves nothing half-written when a save fails",
+        ),
     ),
 }
 """Targets per release series of megatron-core."""
@@ -108,12 +133,14 @@ class Rebinder:
             raise UnsupportedError(
                 f"{target.name} of Megatron {self._version} {problem}, so hp_plugin cannot take its place safely. "
                 "Another program may have replaced it, or this Megatron is a modified one; use the release that "
-                "hp_plugin supports, or install hp_plugin before the other program.")
+                "hp_plugin supports, or install hp_plugin before the other program."
+            )
         return original
 
 
-def describe(version_series: tuple[int, int], rebinder: Rebinder | None = None, *,
-             inspect_targets: bool = False) -> list[dict[str, str]]:
+def describe(
+    version_series: tuple[int, int], rebinder: Rebinder | None = None, *, inspect_targets: bool = False
+) -> list[dict[str, str]]:
     """The table as data, one entry per target, with no effect on Megatron.
 
     Args:
@@ -133,8 +160,15 @@ def describe(version_series: tuple[int, int], rebinder: Rebinder | None = None, 
             state = _problem(target, _find(target)) or "original"
         else:
             state = "not inspected" if target.module not in sys.modules else "original"
-        entries.append({"target": target.name, "purpose": target.purpose, "stage": target.stage,
-                        "replacement": target.factory, "state": state})
+        entries.append(
+            {
+                "target": target.name,
+                "purpose": target.purpose,
+                "stage": target.stage,
+                "replacement": target.factory,
+                "state": state,
+            }
+        )
     return entries
 
 

@@ -7,7 +7,7 @@ table works with HyperFSDP or has nothing to do with data parallelism.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hp_plugin.errors import ConfigurationError, UnsupportedError
@@ -56,64 +56,117 @@ _NOT_VERIFIED = "the combination has not been verified in this release; remove t
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--use-distributed-optimizer", "use_distributed_optimizer", _is_on, _OWN_SHARDING),
     Conflict("--overlap-param-gather", "overlap_param_gather", _is_on, _OWN_SHARDING),
-    Conflict("--overlap-param-gather-with-optimizer-step", "overlap_param_gather_with_optimizer_step", _is_on,
-             _OWN_SHARDING),
-    Conflict("--num-distributed-optimizer-instances", "num_distributed_optimizer_instances", _above_one,
-             "replicas follow from the supernode size; use --hyperfsdp-shard-size instead"),
+    Conflict(
+        "--overlap-param-gather-with-optimizer-step", "overlap_param_gather_with_optimizer_step", _is_on, _OWN_SHARDING
+    ),
+    Conflict(
+        "--num-distributed-optimizer-instances",
+        "num_distributed_optimizer_instances",
+        _above_one,
+        "replicas follow from the supernode size; use --hyperfsdp-shard-size instead",
+    ),
     Conflict("--use-torch-fsdp2", "use_torch_fsdp2", _is_on, _OWN_SHARDING),
     Conflict("--use-megatron-fsdp", "use_megatron_fsdp", _is_on, _OWN_SHARDING),
     Conflict("--use-custom-fsdp", "use_custom_fsdp", _is_on, _OWN_SHARDING),
     Conflict("--use-layer-wise-distributed-optimizer", "use_layer_wise_distributed_optimizer", _is_on, _OWN_SHARDING),
     Conflict("--optimizer", "optimizer", _other_than("adam", "sgd"), "use --optimizer adam or sgd"),
-    Conflict("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _is_on,
-             "optimizer states are fp32; remove the flag"),
-    Conflict("--optimizer-cpu-offload", "optimizer_cpu_offload", _is_on,
-             "offloading is not available in this release; remove the flag"),
+    Conflict(
+        "--use-precision-aware-optimizer",
+        "use_precision_aware_optimizer",
+        _is_on,
+        "optimizer states are fp32; remove the flag",
+    ),
+    Conflict(
+        "--optimizer-cpu-offload",
+        "optimizer_cpu_offload",
+        _is_on,
+        "offloading is not available in this release; remove the flag",
+    ),
     Conflict("--optimizer-cuda-graph", "optimizer_cuda_graph", _is_on, _NO_GRAPHS),
     Conflict("--expert-model-parallel-size", "expert_model_parallel_size", _above_one, _NO_EXPERTS),
     Conflict("--num-experts", "num_experts", _given, _NO_EXPERTS),
-    Conflict("--context-parallel-size", "context_parallel_size", _above_one,
-             "context parallelism is not supported in this release; use --context-parallel-size 1"),
-    Conflict("--hybrid-context-parallel", "hybrid_context_parallel", _is_on,
-             "context parallelism is not supported in this release; remove the flag"),
+    Conflict(
+        "--context-parallel-size",
+        "context_parallel_size",
+        _above_one,
+        "context parallelism is not supported in this release; use --context-parallel-size 1",
+    ),
+    Conflict(
+        "--hybrid-context-parallel",
+        "hybrid_context_parallel",
+        _is_on,
+        "context parallelism is not supported in this release; remove the flag",
+    ),
     Conflict("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards", _given, _OWN_SHARDING),
     Conflict("--fp16", "fp16", _is_on, "loss scaling is not supported in this release; use --bf16 or fp32"),
     Conflict("--fp8-param-gather", "fp8_param_gather", _is_on, "shards are kept in fp32; remove the flag"),
     Conflict("--fp4-param-gather", "fp4_param_gather", _is_on, "shards are kept in fp32; remove the flag"),
     Conflict("--fp8-format", "fp8", _given, _NOT_VERIFIED),
     Conflict("--fp4-format", "fp4", _given, _NOT_VERIFIED),
-    Conflict("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _is_on,
-             "it calls parts of a layer directly, so that the hooks that gather its parameters do not run; "
-             "remove the flag"),
-    Conflict("--delay-wgrad-compute", "delay_wgrad_compute", _is_on,
-             "weight gradients would arrive after the layer has been reduced; remove the flag"),
-    Conflict("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", _is_on,
-             "weight gradients would arrive after the layer has been reduced; remove the flag"),
+    Conflict(
+        "--overlap-moe-expert-parallel-comm",
+        "overlap_moe_expert_parallel_comm",
+        _is_on,
+        "it calls parts of a layer directly, so that the hooks that gather its parameters do not run; remove the flag",
+    ),
+    Conflict(
+        "--delay-wgrad-compute",
+        "delay_wgrad_compute",
+        _is_on,
+        "weight gradients would arrive after the layer has been reduced; remove the flag",
+    ),
+    Conflict(
+        "--defer-embedding-wgrad-compute",
+        "defer_embedding_wgrad_compute",
+        _is_on,
+        "weight gradients would arrive after the layer has been reduced; remove the flag",
+    ),
     Conflict("--cuda-graph-impl", "cuda_graph_impl", _other_than(None, "none"), _NO_GRAPHS),
     Conflict("--enable-cuda-graph", "enable_cuda_graph", _is_on, _NO_GRAPHS),
     Conflict("--external-cuda-graph", "external_cuda_graph", _is_on, _NO_GRAPHS),
-    Conflict("--ckpt-format", "ckpt_format", _other_than(None, "torch_dist"),
-             "use --ckpt-format torch_dist, which stock Megatron reads too"),
-    Conflict("--ckpt-convert-format", "ckpt_convert_format", _given,
-             "convert with stock Megatron; checkpoints are plain torch_dist"),
-    Conflict("--async-save", "async_save", _is_on,
-             "asynchronous saving has not been verified in this release; remove the flag"),
-    Conflict("--non-persistent-ckpt-type", "non_persistent_ckpt_type", _other_than(None, "global"),
-             "use --non-persistent-ckpt-type global"),
+    Conflict(
+        "--ckpt-format",
+        "ckpt_format",
+        _other_than(None, "torch_dist"),
+        "use --ckpt-format torch_dist, which stock Megatron reads too",
+    ),
+    Conflict(
+        "--ckpt-convert-format",
+        "ckpt_convert_format",
+        _given,
+        "convert with stock Megatron; checkpoints are plain torch_dist",
+    ),
+    Conflict(
+        "--async-save",
+        "async_save",
+        _is_on,
+        "asynchronous saving has not been verified in this release; remove the flag",
+    ),
+    Conflict(
+        "--non-persistent-ckpt-type",
+        "non_persistent_ckpt_type",
+        _other_than(None, "global"),
+        "use --non-persistent-ckpt-type global",
+    ),
     Conflict("--ddp-num-buckets", "ddp_num_buckets", _given, _OWN_BUCKETS),
     Conflict("--ddp-bucket-size", "ddp_bucket_size", _given, _OWN_BUCKETS),
     Conflict("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", _is_on, _OWN_BUCKETS),
     Conflict("--ddp-average-in-collective", "ddp_average_in_collective", _is_on, _OWN_BUCKETS),
-    Conflict("--ddp-reduce-scatter-with-fp32-accumulation", "ddp_reduce_scatter_with_fp32_accumulation", _is_on,
-             _OWN_BUCKETS),
-    Conflict("--ddp-param-name-patterns-for-fp32-local-accumulation",
-             "ddp_param_name_patterns_for_fp32_local_accumulation", _given, _OWN_BUCKETS),
+    Conflict(
+        "--ddp-reduce-scatter-with-fp32-accumulation", "ddp_reduce_scatter_with_fp32_accumulation", _is_on, _OWN_BUCKETS
+    ),
+    Conflict(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "ddp_param_name_patterns_for_fp32_local_accumulation",
+        _given,
+        _OWN_BUCKETS,
+    ),
     Conflict("--use-nccl-ub", "nccl_ub", _is_on, _OWN_BUCKETS),
     Conflict("--check-for-large-grads", "check_for_large_grads", _is_on, _OWN_BUCKETS),
-    Conflict("--save-wgrads-interval", "save_wgrads_interval", _given,
-             "full gradients are never kept; remove the flag"),
-    Conflict("--inprocess-restart", "inprocess_restart", _is_on,
-             "restart the whole job instead; remove the flag"),
+    Conflict(
+        "--save-wgrads-interval", "save_wgrads_interval", _given, "full gradients are never kept; remove the flag"
+    ),
+    Conflict("--inprocess-restart", "inprocess_restart", _is_on, "restart the whole job instead; remove the flag"),
     Conflict("--perform-rl-step", "perform_rl_step", _is_on, "only pretraining is supported in this release"),
     Conflict("--yaml-cfg", "yaml_cfg", _given, "give Megatron's arguments on the command line"),
 )
@@ -125,8 +178,11 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     Raises:
         UnsupportedError: At least one refused flag is set.
     """
-    found = [conflict for conflict in CONFLICTS
-             if hasattr(args, conflict.attribute) and conflict.refused(getattr(args, conflict.attribute))]
+    found = [
+        conflict
+        for conflict in CONFLICTS
+        if hasattr(args, conflict.attribute) and conflict.refused(getattr(args, conflict.attribute))
+    ]
     if found:
         reasons = "; ".join(f"{_spell(conflict, args)} ({conflict.advice})" for conflict in found)
         raise UnsupportedError(f"--use-hyperfsdp cannot be combined with {reasons}.")
@@ -137,8 +193,10 @@ def adjust_megatron_arguments(args: argparse.Namespace) -> list[str]:
     lines = []
     if getattr(args, "gradient_accumulation_fusion", False):
         args.gradient_accumulation_fusion = False
-        lines.append("--no-gradient-accumulation-fusion switched on: the fused kernel adds into a main_grad buffer, "
-                     "which HyperFSDP does not keep.")
+        lines.append(
+            "--no-gradient-accumulation-fusion switched on: the fused kernel adds into a main_grad buffer, "
+            "which HyperFSDP does not keep."
+        )
     return lines
 
 
@@ -152,8 +210,10 @@ def check_topology(args: argparse.Namespace, options: HyperFSDPOptions) -> None:
     """
     world, size = args.world_size, options.supernode_size
     if isinstance(size, int) and world % size:
-        raise ConfigurationError(f"{flag_of('supernode_size')} {size} does not divide the {world} ranks of this job; "
-                                 f"choose one of {_divisors(world)}.")
+        raise ConfigurationError(
+            f"{flag_of('supernode_size')} {size} does not divide the {world} ranks of this job; "
+            f"choose one of {_divisors(world)}."
+        )
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     # Megatron's own sentence about a world that does not divide is better than ours; checkpoint arguments and
     # the other rank order change the groups after this point.
@@ -164,7 +224,8 @@ def check_topology(args: argparse.Namespace, options: HyperFSDPOptions) -> None:
     if isinstance(shard, int) and data_parallel % shard:
         raise ConfigurationError(
             f"{flag_of('shard_size')} {shard} does not divide the data-parallel size {data_parallel} ({world} ranks / "
-            f"{model_parallel} model-parallel); choose one of {_divisors(data_parallel)}.")
+            f"{model_parallel} model-parallel); choose one of {_divisors(data_parallel)}."
+        )
     if isinstance(size, int):
         _check_groups(args.tensor_model_parallel_size, data_parallel, world, size, shard)
 
@@ -180,12 +241,14 @@ def _check_groups(tensor: int, data: int, world: int, size: int, shard: int | st
                 raise ConfigurationError(
                     f"{flag_of('supernode_size')} {size} does not divide the data-parallel size {data}: of the "
                     f"data-parallel group {_listed(ranks)}, the supernodes hold {_listed(counts.values())} ranks, "
-                    "and all must hold the same number; choose another supernode size.")
+                    "and all must hold the same number; choose another supernode size."
+                )
             inside = next(iter(counts.values()))
             if isinstance(shard, int) and inside % shard:
                 raise ConfigurationError(
                     f"{flag_of('shard_size')} {shard} does not divide the {inside} ranks that a supernode of "
-                    f"{size} holds of a data-parallel group; choose one of {_divisors(inside)}, or world.")
+                    f"{size} holds of a data-parallel group; choose one of {_divisors(inside)}, or world."
+                )
 
 
 def _spell(conflict: Conflict, args: argparse.Namespace) -> str:
@@ -197,5 +260,5 @@ def _divisors(number: int) -> str:
     return _listed(d for d in range(1, number + 1) if number % d == 0)
 
 
-def _listed(numbers) -> str:  # noqa: ANN001 - any iterable of int
+def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

@@ -17,7 +17,7 @@ def runner() -> ModuleType:
 
 def line(iteration: int, loss: float, ms: float = 300.0) -> str:
     return (
-        f" [2026-01-01 00:00:00.000000] iteration {iteration:8d}/     100 | consumed samples:          32 | elapsed time "
+        f" [2026-01-01 00:00:00.000000] iteration {iteration:8d}/     100 | consumed samples:    32 | elapsed time "
         f"per iteration (ms): {ms} | learning rate: 1.0E-04 | global batch size:    32 | lm loss: {loss:.6E} | "
         "loss scale: 1.0 | grad norm: 9.434 | number of skipped iterations:   0 |\n"
     )
@@ -27,7 +27,9 @@ def test_losses_times_and_evaluations_are_read(runner: ModuleType) -> None:
     log = runner.RunLog()
     assert [log.read(line(i, loss)) for i, loss in ((1, 5.0), (2, 4.5), (3, 3.0))] == [1, 2, 3]
     assert log.read("noise lm loss: 1.0") is None
-    log.read(" validation loss at iteration 100 on validation set | lm loss value: 2.600878E+00 | lm loss PPL: 1.3E+01 | ")
+    log.read(
+        " validation loss at iteration 100 on validation set | lm loss value: 2.600878E+00 | lm loss PPL: 1.3E+01 | "
+    )
     log.read(" validation loss at iteration 100 on test set | lm loss value: 2.4E+00 | ")
     assert log.step_ms == {1: 300.0, 2: 300.0, 3: 300.0}
     assert log.evaluations == {"validation": 2.600878, "test": 2.4}
@@ -64,7 +66,11 @@ def test_the_most_telling_line_of_a_failed_log_is_found(
     ("script", "limit_s", "sentence"),
     [
         ("import time\nprint('started', flush=True)\ntime.sleep(600)\n", 25.0, "a job did not finish within 25 s"),
-        ("raise SystemExit('error: there is no corpus.')\n", 120.0, "a job failed with exit status 1: there is no corpus;"),
+        (
+            "raise SystemExit('error: there is no corpus.')\n",
+            120.0,
+            "a job failed with exit status 1: there is no corpus;",
+        ),
     ],
 )
 def test_a_job_that_fails_or_hangs_is_one_sentence_and_leaves_no_process(

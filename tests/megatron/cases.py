@@ -4,20 +4,76 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-CPU = (
-    "--hyperfsdp-device cpu --distributed-backend gloo --use-cpu-initialization --transformer-impl local "
-    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
-    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"
-).split()
+CPU = [
+    "--hyperfsdp-device",
+    "cpu",
+    "--distributed-backend",
+    "gloo",
+    "--use-cpu-initialization",
+    "--transformer-impl",
+    "local",
+    "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+]
 
-TINY = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 "
-    "--micro-batch-size 2 --global-batch-size 16 --train-iters 12 "
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 200 "
-    "--weight-decay 0.01 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 256 --split 90,5,5 "
-    "--num-workers 0 --log-interval 1 --eval-interval 1000 --eval-iters 0"
-).split()
+TINY = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--max-position-embeddings",
+    "64",
+    "--position-embedding-type",
+    "rope",
+    "--disable-bias-linear",
+    "--hidden-dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "16",
+    "--train-iters",
+    "12",
+    "--lr",
+    "1e-3",
+    "--min-lr",
+    "1e-4",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    "2",
+    "--lr-decay-iters",
+    "200",
+    "--weight-decay",
+    "0.01",
+    "--clip-grad",
+    "1.0",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "256",
+    "--split",
+    "90,5,5",
+    "--num-workers",
+    "0",
+    "--log-interval",
+    "1",
+    "--eval-interval",
+    "1000",
+    "--eval-iters",
+    "0",
+]
 
 FP32_TOLERANCE = 2e-6
 BF16_TOLERANCE = 1e-4
@@ -64,7 +120,9 @@ JOBS = (
     Job("dp4-supernodes-of-4", ours="--hyperfsdp-supernode-size 4"),
     Job("dp4-shard-over-the-world", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-shard-size world", full=True),
     Job("dp4-shards-of-1", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-shard-size 1", full=True),
-    Job("dp4-keep-after-forward", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-reshard-after-forward false", full=True),
+    Job(
+        "dp4-keep-after-forward", ours="--hyperfsdp-supernode-size 2 --hyperfsdp-reshard-after-forward false", full=True
+    ),
     Job("dp4-host-names", ours="--hyperfsdp-supernode-size auto", full=True),
     Job("dp2", ranks=2, full=True),
     Job("dp1", ranks=1, ours="--hyperfsdp-supernode-size 1", full=True),
@@ -76,8 +134,13 @@ JOBS = (
     Job("tp2-pp2", f"{_TP} {_PP}"),
     Job("tp2-pp2-sequence-parallel", f"{_TP} {_PP} --sequence-parallel", full=True),
     Job("bf16", "--bf16", tolerance=BF16_TOLERANCE, norm_tolerance=BF16_NORM_TOLERANCE),
-    Job("bf16-tp2-sequence-parallel", f"--bf16 {_TP} --sequence-parallel", tolerance=BF16_TOLERANCE,
-        norm_tolerance=BF16_NORM_TOLERANCE, full=True),
+    Job(
+        "bf16-tp2-sequence-parallel",
+        f"--bf16 {_TP} --sequence-parallel",
+        tolerance=BF16_TOLERANCE,
+        norm_tolerance=BF16_NORM_TOLERANCE,
+        full=True,
+    ),
     Job("bf16-reduce", "--bf16 --grad-reduce-in-bf16", tolerance=5e-3, norm_tolerance=1e-2, full=True),
     Job("per-token-loss", "--calculate-per-token-loss"),
     Job("per-token-loss-pp2", f"--calculate-per-token-loss {_PP}", full=True),
@@ -89,9 +152,14 @@ JOBS = (
     Job("three-micro-batches", "--global-batch-size 24"),
     Job("three-micro-batches-pp2", f"--global-batch-size 24 {_PP}", full=True),
     Job("overlap-grad-reduce", "--overlap-grad-reduce", full=True),
-    Job("grouped-query-rmsnorm-swiglu",
-        "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2", full=True),
-    Job("biases-and-learned-positions", "--position-embedding-type learned_absolute --add-position-embedding", full=True),
+    Job(
+        "grouped-query-rmsnorm-swiglu",
+        "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2",
+        full=True,
+    ),
+    Job(
+        "biases-and-learned-positions", "--position-embedding-type learned_absolute --add-position-embedding", full=True
+    ),
     Job("sgd", "--optimizer sgd --sgd-momentum 0.9", full=True),
     Job("clipping-bites", "--clip-grad 0.1", full=True),
     Job("no-clipping", "--clip-grad 0", full=True),

@@ -29,11 +29,21 @@ def installed_layer() -> dict[str, Any]:
         "printed": output.getvalue(),
         "table": cpu_compat.table(),
         "changed": [getattr(owner, name) is not old for (owner, name), old in zip(names, before, strict=True)],
-        "devices": [str(t.device) for t in (
-            torch.zeros(2, device="cuda"), torch.ones(1, device=torch.device("cuda", 0)), torch.empty(1, device=0),
-            torch.zeros(1).new_zeros(1, device="cuda:0"), torch.zeros(1).to("cuda"), torch.zeros(1).cuda(),
-            torch.zeros(1).to(0), torch.nn.Linear(2, 2).to("cuda").weight, torch.nn.Linear(2, 2).cuda().weight,
-            torch.arange(3, device=torch.cuda.current_device()))],
+        "devices": [
+            str(t.device)
+            for t in (
+                torch.zeros(2, device="cuda"),
+                torch.ones(1, device=torch.device("cuda", 0)),
+                torch.empty(1, device=0),
+                torch.zeros(1).new_zeros(1, device="cuda:0"),
+                torch.zeros(1).to("cuda"),
+                torch.zeros(1).cuda(),
+                torch.zeros(1).to(0),
+                torch.nn.Linear(2, 2).to("cuda").weight,
+                torch.nn.Linear(2, 2).cuda().weight,
+                torch.arange(3, device=torch.cuda.current_device()),
+            )
+        ],
         "type": torch.zeros(1).type(),
         "converted": torch.zeros(1).type(torch.float64).dtype,
         "available": torch.cuda.is_available(),
@@ -76,8 +86,13 @@ def sequence_parallel_marks() -> list[bool]:
 
     made = []
     for wanted in (True, False):
-        config = SimpleNamespace(sequence_parallel=wanted, layernorm_zero_centered_gamma=False, persist_layer_norm=False,
-                                 memory_efficient_layer_norm=False, normalization="LayerNorm")
+        config = SimpleNamespace(
+            sequence_parallel=wanted,
+            layernorm_zero_centered_gamma=False,
+            persist_layer_norm=False,
+            memory_efficient_layer_norm=False,
+            normalization="LayerNorm",
+        )
         norm = WrappedTorchNorm(config, 8)
         assert config.sequence_parallel is wanted
         made.append(all(parameter.sequence_parallel for parameter in norm.parameters()))
@@ -97,8 +112,13 @@ def test_it_announces_itself_once_in_one_line(facts: dict[str, Any]) -> None:
 
 def test_every_replacement_is_in_the_table(facts: dict[str, Any]) -> None:
     names = {entry["name"] for entry in facts["table"]}
-    assert {"torch.zeros", "torch.cuda.current_device", "torch.Tensor.to", "torch.distributed.new_group",
-            "megatron.training.training.initialize_megatron"} <= names
+    assert {
+        "torch.zeros",
+        "torch.cuda.current_device",
+        "torch.Tensor.to",
+        "torch.distributed.new_group",
+        "megatron.training.training.initialize_megatron",
+    } <= names
     assert len(names) == len(facts["table"])
     assert all(facts["changed"])
 

@@ -49,10 +49,15 @@ def test_hyperfsdp_trains_as_stock_megatron_does(job: Job, stock_runs: StockRuns
     for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
         assert_same_series(f"loss on rank {rank}", expected.losses, found.losses, job.tolerance)
         first = next(iter(expected.norms))
-        assert_same_series(f"first gradient norm on rank {rank}", {first: expected.norms[first]},
-                           {first: found.norms[first]}, min(job.tolerance, BF16_TOLERANCE))
-        assert_same_series(f"gradient norm on rank {rank}", expected.norms, found.norms,
-                           job.norm_tolerance or job.tolerance)
+        assert_same_series(
+            f"first gradient norm on rank {rank}",
+            {first: expected.norms[first]},
+            {first: found.norms[first]},
+            min(job.tolerance, BF16_TOLERANCE),
+        )
+        assert_same_series(
+            f"gradient norm on rank {rank}", expected.norms, found.norms, job.norm_tolerance or job.tolerance
+        )
         assert_same_logged(rank, expected, found)
         assert_same_weights(rank, expected.weights, found.weights, job)
     assert len(stock[-1].losses) == ITERATIONS

@@ -13,7 +13,7 @@ import pytest
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import rebind, versions
 from tests.megatron.cases import tiny_job
-from tests.support import RanksFailedError, run_ranks
+from tests.support import run_ranks
 
 ARGUMENT_HOOK = "megatron.training.arguments.parse_args"
 ACTIVE_TARGETS = [target.name for target in rebind.TABLES[(0, 19)] if target.stage == "active"]
@@ -37,7 +37,7 @@ def parse(*words: str) -> Any:
 
 
 def replaced_after(*, commands: list[list[str]]) -> list[list[str]]:
-    """Names whose object is not Megatron's own: before install, after it, after each parsed command line, at the end."""
+    """Names whose object is not Megatron's own: before install, after it, after each command line, at the end."""
     import hp_plugin.megatron
 
     stock = objects_behind_targets()
@@ -80,9 +80,10 @@ def test_a_second_install_changes_nothing() -> None:
 
 def arguments_with_and_without() -> tuple[dict[str, Any], dict[str, Any]]:
     """The namespace of a stock command line, parsed by Megatron alone and with the hook in place."""
+    from megatron.training import arguments
+
     import hp_plugin.megatron
     from hp_plugin.megatron import flags
-    from megatron.training import arguments
 
     words = [word for word in tiny_job() if word not in ("--hyperfsdp-device", "cpu")]
     sys.argv = ["train.py", *words]
@@ -100,13 +101,15 @@ def test_a_stock_command_line_is_parsed_as_by_megatron_alone() -> None:
 
 
 def selector_facts() -> dict[str, bool]:
-    import hp_plugin.megatron
     from megatron.core.distributed import DistributedDataParallel as Stock
+
+    import hp_plugin.megatron
 
     hp_plugin.megatron.install()
     parse("--use-hyperfsdp")
-    from hp_plugin.megatron.data_parallel import hyperfsdp_class
     from megatron.training import training
+
+    from hp_plugin.megatron.data_parallel import hyperfsdp_class
 
     stock, ours = Stock.__new__(Stock), hyperfsdp_class().__new__(hyperfsdp_class())
     return {
@@ -129,8 +132,9 @@ def test_the_stand_in_for_ddp_still_means_ddp_to_isinstance() -> None:
 
 def refused(*, words: list[str], change: str | None = None) -> tuple[int, str, list[str]]:
     """Exit status, standard error and replaced names after a command line that is refused."""
-    import hp_plugin.megatron
     from megatron.training import training
+
+    import hp_plugin.megatron
 
     if change == "signature":
         training.get_megatron_optimizer = lambda config, chunks: None
@@ -148,7 +152,10 @@ def refused(*, words: list[str], change: str | None = None) -> tuple[int, str, l
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--use-hyperfsdp", "--hyperfsdp-supernode-size", "3"], "--hyperfsdp-supernode-size 3 does not divide the 2 ranks"),
+        (
+            ["--use-hyperfsdp", "--hyperfsdp-supernode-size", "3"],
+            "--hyperfsdp-supernode-size 3 does not divide the 2 ranks",
+        ),
         (["--use-hyperfsdp", "--use-distributed-optimizer"], "cannot be combined with --use-distributed-optimizer"),
         (["--hyperfsdp-shard-size", "2"], "--hyperfsdp-shard-size has no effect without --use-hyperfsdp"),
         (["--use-hyperfsdp", "--hyperfsdp-sharding", "2"], "--hyperfsdp-sharding is not a known flag"),
@@ -212,8 +219,14 @@ class TestTable:
         import json
         import subprocess
 
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         imported, table = json.loads(done.stdout)
         assert not [name for name in imported if name.startswith("megatron.")]
         assert [entry["target"] for entry in table] == [ARGUMENT_HOOK, *ACTIVE_TARGETS]

@@ -89,7 +89,9 @@ REFUSAL = "from hp_plugin.errors import ConfigurationError\nraise ConfigurationE
 
 @pytest.mark.usefixtures("no_install")
 class TestErrors:
-    def test_without_a_script_the_usage_is_printed(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_without_a_script_the_usage_is_printed(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert run_main(monkeypatch) == 2
         assert capsys.readouterr().out.startswith("usage: python -m hp_plugin.megatron SCRIPT")
 

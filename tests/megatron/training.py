@@ -64,14 +64,24 @@ def example(name: str) -> ModuleType:
 
 
 def _observe(run: Run, *, keep_weights: bool) -> None:
-    import hp_plugin.megatron
     from megatron.training import training
+
+    import hp_plugin.megatron
 
     log, train_loop = training.training_log, training.train
 
     def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        names = ["total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag", "skipped_iter",
-                 "grad_norm", "params_norm", "num_zeros_in_grad"]
+        names = [
+            "total_loss_dict",
+            "learning_rate",
+            "iteration",
+            "loss_scale",
+            "report_memory_flag",
+            "skipped_iter",
+            "grad_norm",
+            "params_norm",
+            "num_zeros_in_grad",
+        ]
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         iteration = values["iteration"]
         if "lm loss" in loss_dict:

@@ -19,11 +19,26 @@ _CAPABILITY = (8, 0)
 # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 below compute capability 10 when tensor parallel, and takes
 # kernels that need TransformerEngine from 9 on. 8.0 is the oldest that it treats as current.
 
-_MEMORY_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-                    "device_memory_used")
+_MEMORY_COUNTERS = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "device_memory_used",
+)
 _NOTHING_TO_DO = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream", "ipc_collect")
-_TENSOR_TYPES = ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor",
-                 "ByteTensor", "BoolTensor", "ShortTensor", "CharTensor")
+_TENSOR_TYPES = (
+    "FloatTensor",
+    "HalfTensor",
+    "BFloat16Tensor",
+    "DoubleTensor",
+    "IntTensor",
+    "LongTensor",
+    "ByteTensor",
+    "BoolTensor",
+    "ShortTensor",
+    "CharTensor",
+)
 
 
 class CpuStream:
@@ -88,8 +103,9 @@ class CpuEvent:
 def apply(ledger: Ledger) -> None:
     """Replace the device, stream and event names of ``torch.cuda``."""
     cuda = torch.cuda
-    properties = types.SimpleNamespace(name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1],
-                                       total_memory=_physical_memory(), multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1], total_memory=_physical_memory(), multi_processor_count=1
+    )
     answers: dict[str, Callable[..., Any]] = {
         # An int, because Megatron formats it into f"cuda:{current_device()}" and passes it as a device.
         "current_device": _always(0),

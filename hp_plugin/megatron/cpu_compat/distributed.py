@@ -64,8 +64,13 @@ def _host_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
     @functools.wraps(original)
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None,  # noqa: A002
-                          input_split_sizes: Any = None, **kwargs: Any) -> Any:
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         # Megatron moves split sizes to the host only where they are CUDA tensors; here they are tensors already there.
         return original(output, input.contiguous(), plain(output_split_sizes), plain(input_split_sizes), **kwargs)
 
@@ -74,8 +79,9 @@ def _host_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _uneven(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def all_gather(tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any = None,
-                   async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if all(output.shape == tensor.shape for output in tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         # nccl takes outputs of different sizes, gloo does not: gather padded copies. Always synchronous.

@@ -12,9 +12,28 @@ from hp_plugin.megatron.cpu_compat.patches import Ledger
 
 AREA = "tensor factories"
 
-_FACTORIES = ("tensor", "as_tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange",
-              "linspace", "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-              "empty_strided")
+_FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "arange",
+    "linspace",
+    "eye",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "empty_strided",
+)
 _METHODS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 

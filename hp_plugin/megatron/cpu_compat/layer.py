@@ -32,7 +32,8 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise ConfigurationError(
             "the CPU compatibility layer must be in place before Megatron is imported, and megatron.core is imported "
-            "already; call hp_plugin.megatron.install() first, or start the job with python -m hp_plugin.megatron.")
+            "already; call hp_plugin.megatron.install() first, or start the job with python -m hp_plugin.megatron."
+        )
     ledger = Ledger()
     try:
         # Megatron's jit_fuser is torch.compile, which would compile for a GPU that is not there.
@@ -68,8 +69,10 @@ def table() -> list[dict[str, str]]:
 def announcement() -> str:
     """The line that is printed when the layer goes in."""
     areas = dict.fromkeys(entry["area"] for entry in table())
-    return (f"CPU compatibility layer is on: {len(table())} names of torch.cuda, torch.distributed and Megatron are "
-            f"emulated on CPU and gloo ({', '.join(areas)}); for tests and tutorials, not a measure of any accelerator.")
+    return (
+        f"CPU compatibility layer is on: {len(table())} names of torch.cuda, torch.distributed and Megatron are "
+        f"emulated on CPU and gloo ({', '.join(areas)}); for tests and tutorials, not a measure of any accelerator."
+    )
 
 
 def _refuse_accelerator() -> None:
@@ -78,7 +81,8 @@ def _refuse_accelerator() -> None:
         raise UnsupportedError(
             f"the CPU compatibility layer was asked for (--hyperfsdp-device cpu or {_VARIABLE}=cpu), but this machine "
             f"has a real accelerator ({name}), which it would hide; remove the request, or hide the device from the "
-            'job, for example with CUDA_VISIBLE_DEVICES="".')
+            'job, for example with CUDA_VISIBLE_DEVICES="".'
+        )
 
 
 _VARIABLE = "HP_DEVICE"
