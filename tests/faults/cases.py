@@ -53,7 +53,7 @@ def _loss(model: nn.Module, step: int) -> Tensor:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Remembers, without keeping it alive, the storage of every tensor that an operator returns, autograd's included."""
+    """Remembers, without keeping it alive, the storage of every tensor that an operator returns, also to autograd."""
 
     def __init__(self, *, ignored: Iterable[Tensor]) -> None:
         super().__init__()

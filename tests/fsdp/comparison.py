@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -156,10 +159,28 @@ def worst_difference(record: Record, reference: Record) -> Tolerance:
     )
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The full value of a plain tensor or DTensor, on CPU and detached. Every rank of a DTensor's mesh must call."""
-    from torch.distributed.tensor import DTensor
+def full_values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full values, detached, of plain tensors and of DTensors that are sharded over the last axis of one mesh.
 
+    Every rank of the mesh must call. One exchange for all tensors: `full_tensor` of each would cost more than training.
+    """
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    values = {name: tensor.detach().clone() for name, tensor in tensors.items() if name not in sharded}
+    if sharded:
+        mesh = next(iter(sharded.values())).device_mesh
+        group = mesh.get_group(mesh.ndim - 1)
+        pieces: list[Any] = [None] * group.size()
+        mine = {name: tensor._local_tensor.detach().clone() for name, tensor in sharded.items()}
+        dist.all_gather_object(pieces, mine, group=group)
+        for name, tensor in sharded.items():
+            values[name] = torch.cat([piece[name] for piece in pieces], dim=tensor.placements[-1].dim)
+            if values[name].shape != tensor.shape:
+                raise AssertionError(f"{name}: shards make {tuple(values[name].shape)}, declared {tuple(tensor.shape)}")
+    return {name: values[name] for name in tensors}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The full value of a plain tensor or DTensor, detached. Every rank of a DTensor's mesh must call."""
     with torch.no_grad():
         value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return value.detach().cpu().clone()
+        return value.detach().clone()

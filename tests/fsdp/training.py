@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.fsdp.comparison import Record, full
+from tests.fsdp.comparison import Record, full, full_values
 from tests.fsdp.models import loss_of, make_model, micro_batch
 from tests.fsdp.variants import Variant
 from tests.support import init_gloo
@@ -60,13 +60,13 @@ def continue_training(trainer: Trainer, steps: Iterable[int]) -> Record:
     for step in steps:
         with FAULTS[variant.fault](trainer) if variant.fault else contextlib.nullcontext():
             loss = sum(trainer.forward_backward(step, index) for index in range(variant.micro_batches))
-            gradients = {name: full(_gradient(p, name)) for name, p in trainer.model.named_parameters()}
+            gradients = full_values({name: _gradient(p, name) for name, p in trainer.named_parameters()})
             norm = trainer.clip()
             trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         record.losses.append(trainer.mean_over_ranks(loss))
         record.norms.append(float(full(norm)))
-        record.gradients.append({trainer.plain_name(name): value for name, value in gradients.items()})
+        record.gradients.append(gradients)
         record.weights.append(trainer.weights())
     return record
 
@@ -104,12 +104,13 @@ class Trainer:
     def clip(self) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM, foreach=False)
 
-    def plain_name(self, name: str) -> str:
-        return name
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names of the plain model."""
+        return self.model.named_parameters()
 
     def weights(self) -> dict[str, Tensor]:
         """Full weights by plain name."""
-        return {self.plain_name(name): full(p) for name, p in self.model.named_parameters()}
+        return full_values(dict(self.named_parameters()))
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Tell the back end whether this backward is the last of the step."""
@@ -180,8 +181,8 @@ class DDPTrainer(Trainer):
     def parallelize(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)
 
-    def plain_name(self, name: str) -> str:
-        return name.removeprefix("module.")
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.module.named_parameters()
 
     def before_micro_batch(self, *, last: bool) -> None:
         self.model.require_backward_grad_sync = last  # what no_sync() sets
