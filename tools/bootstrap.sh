@@ -167,10 +167,16 @@ except OSError:
     before=$(recorded "$folder")
     echo incomplete >"$(record_of "$folder")"
     case $before in
-        "complete $environment "*) say "the package changed; updating $folder" ;;
-        *) create "$folder" "$python" ;;
+        "complete $environment "*)
+            say "the package changed; updating $folder"
+            install_package "$folder" --quiet
+            ;;
+        *)
+            create "$folder" "$python"
+            say "installing hp_plugin[$extras]; the first time this downloads several GB, most of it torch"
+            install_package "$folder"
+            ;;
     esac
-    install_package "$folder"
     printf '%s\n' "$current" >"$(record_of "$folder").new"
     mv "$(record_of "$folder").new" "$(record_of "$folder")"
     say "$folder is ready"
@@ -181,15 +187,18 @@ create() {
     find "$1" -mindepth 1 -maxdepth 1 ! -name .hp-plugin-environment -exec rm -rf {} +
     say "making $1 with $2 ($("$2" -c 'import sys; print(sys.version.split()[0])'))"
     "$2" -m venv "$1"
-    say "installing hp_plugin[$extras]; the first time this downloads several GB, most of it torch"
 }
 
+# Installs into the environment $1; more arguments go to pip.
 install_package() {
+    folder=$1
+    shift
     # A caller's PYTHONPATH would decide which packages pip believes to be there.
     unset PYTHONPATH PYTHONHOME
-    (cd "$root" && "$1/bin/python" -m pip install --disable-pip-version-check -c "$constraints" -e ".[$extras]") ||
+    (cd "$root" &&
+        "$folder/bin/python" -m pip install --disable-pip-version-check -c "$constraints" "$@" -e ".[$extras]") ||
         fail "the installation failed, see above; the next run starts again from nothing."
-    say "$("$1/bin/python" -c 'from hp_plugin.core.kernels import native_status; print(native_status().reason)')"
+    say "$("$folder/bin/python" -c 'from hp_plugin.core.kernels import native_status; print(native_status().reason)')"
 }
 
 usage='usage: tools/bootstrap.sh find PROFILE | setup PROFILE FOLDER'
