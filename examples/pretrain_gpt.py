@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -79,6 +80,8 @@ def check_corpus(args: argparse.Namespace) -> None:
                     "without suffix; examples/byte_corpus.py builds a small one.",
                     flush=True,
                 )
+            else:
+                time.sleep(2)  # rank 0 speaks before torchrun ends everybody
             raise SystemExit(2)
 
 

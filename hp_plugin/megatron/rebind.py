@@ -90,6 +90,13 @@ TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
             "hp_plugin.megatron.checkpoint_save:guard_save_checkpoint",
             "leaves nothing half-written when a save fails",
         ),
+        Target(
+            "megatron.training.training",
+            "calc_params_l2_norm",
+            ("model", "force_create_fp32_copy"),
+            "hp_plugin.megatron.grad_stats:replace_params_l2_norm",
+            "adds up the shards of all ranks for --log-params-norm",
+        ),
     ),
 }
 """Targets per release series of megatron-core."""

@@ -157,9 +157,7 @@ JOBS = (
         "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2",
         full=True,
     ),
-    Job(
-        "biases-and-learned-positions", "--position-embedding-type learned_absolute --add-position-embedding", full=True
-    ),
+    Job("learned-positions", "--position-embedding-type learned_absolute", full=True),
     Job("sgd", "--optimizer sgd --sgd-momentum 0.9", full=True),
     Job("clipping-bites", "--clip-grad 0.1", full=True),
     Job("no-clipping", "--clip-grad 0", full=True),

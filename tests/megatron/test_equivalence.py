@@ -14,10 +14,10 @@ from tests.support import run_ranks
 ITERATIONS = 12
 TIME_LIMIT_S = 90.0
 
-# Adam divides a gradient by its own size: where a gradient is nearly zero, rounding decides its sign, and the weight
-# may move by as much as the learning rate. Most weights agree to the last digits, which the mean shows.
-WEIGHT_TOLERANCE = {"largest": 2e-4, "mean": 2e-7}
-BF16_WEIGHT_TOLERANCE = {"largest": 8e-3, "mean": 1e-4}
+# Far above what is found (1.2e-7), far below a step (1e-3). A bf16 weight that is rounded the other way differs by one
+# unit in its last place, 7.8e-3 near 1, which is the size of norm weights.
+WEIGHT_TOLERANCE = {"largest": 5e-6, "mean": 5e-8}
+BF16_WEIGHT_TOLERANCE = {"largest": 8e-3, "mean": 4e-4}
 
 StockRuns = Callable[[Job], list[Run]]
 
@@ -53,7 +53,7 @@ def test_hyperfsdp_trains_as_stock_megatron_does(job: Job, stock_runs: StockRuns
             f"first gradient norm on rank {rank}",
             {first: expected.norms[first]},
             {first: found.norms[first]},
-            min(job.tolerance, BF16_TOLERANCE),
+            job.tolerance,
         )
         assert_same_series(
             f"gradient norm on rank {rank}", expected.norms, found.norms, job.norm_tolerance or job.tolerance
@@ -88,11 +88,18 @@ def assert_same_weights(rank: int, expected: Mapping[str, object], found: Mappin
 
     limits = BF16_WEIGHT_TOLERANCE if job.tolerance >= BF16_TOLERANCE else WEIGHT_TOLERANCE
     assert found.keys() == expected.keys()
+    largest, mean = {}, {}
     for name, tensor in expected.items():
         other = found[name]
         assert isinstance(tensor, torch.Tensor)
         assert isinstance(other, torch.Tensor)
-        difference = (other - tensor).abs()
         assert other.shape == tensor.shape
-        assert float(difference.max()) <= limits["largest"], f"{name} on rank {rank}: {float(difference.max()):.2e}"
-        assert float(difference.mean()) <= limits["mean"], f"{name} on rank {rank}: mean {float(difference.mean()):.2e}"
+        # Stock keeps bf16 weights beside its masters. Ours are the fp32 masters, which are rounded when gathered.
+        difference = (other.to(tensor.dtype).float() - tensor.float()).abs()
+        largest[name], mean[name] = float(difference.max()), float(difference.mean())
+    for kind, found_differences in (("largest", largest), ("mean", mean)):
+        worst = max(found_differences, key=found_differences.__getitem__)
+        print(f"weights on rank {rank}: {kind} difference {found_differences[worst]:.2e} in {worst}")
+        assert found_differences[worst] <= limits[kind], (
+            f"{worst} on rank {rank}: {found_differences[worst]:.2e} {kind}"
+        )

@@ -112,7 +112,7 @@ def full_weights(chunks: list[Any]) -> dict[str, Any]:
         for name, parameter in chunk.named_parameters():
             tensor = parameter.detach()
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            weights[f"{number}.{name}"] = tensor.float().clone()
+            weights[f"{number}.{name}"] = tensor.clone()
     return weights
 
 
