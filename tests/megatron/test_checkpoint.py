@@ -46,10 +46,12 @@ class Jobs:
         self._shared = [*tiny_job("--train-iters", str(END)), *corpus, *shared.split()]
         self._directory = directory
 
-    def run(self, layout: Layout, *, save: str | None = None, load: tuple[str, int] | None = None) -> list[Run]:
+    def run(
+        self, layout: Layout, *, save: str | None = None, every: int = HALF, load: tuple[str, int] | None = None
+    ) -> list[Run]:
         argv = [*self._shared, *layout.arguments.split()]
         if save is not None:
-            argv += ["--save", str(self._directory / save), "--save-interval", str(HALF)]
+            argv += ["--save", str(self._directory / save), "--save-interval", str(every)]
         if load is not None:
             argv += ["--load", str(self._directory / load[0]), "--ckpt-step", str(load[1])]
         return run_ranks(layout.ranks, training.train, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv)
@@ -87,8 +89,9 @@ def test_a_bf16_job_goes_from_stock_to_hyperfsdp_and_back(corpus: list[str], tmp
     jobs = Jobs(corpus, tmp_path, "--bf16")
     saved = jobs.run(stock(2), save="stock")
     assert_same_weights(saved, jobs.run(ours(2, 2), load=("stock", END)), rounded=True)
-    moved = jobs.run(ours(4, 2, "--save-interval 6"), load=("stock", HALF), save="ours")
+    moved = jobs.run(ours(4, 2), load=("stock", HALF), save="ours", every=HALF + 2)
     assert_continues(saved, moved, HALF, BF16_TOLERANCE)
+    assert_same_weights(moved, jobs.run(ours(2, 2), load=("ours", END)))  # the fp32 masters, bit by bit
     assert_continues(moved, jobs.run(stock(2), load=("ours", HALF + 2)), HALF + 2, BF16_TOLERANCE)
 
 
@@ -102,7 +105,7 @@ FULL = [
         id="uneven-shards",
     ),
     pytest.param(
-        "--make-vocab-size-divisible-by 256",
+        "",
         ours(4, 2, INTERLEAVED),
         [ours(4, 2, PP), ours(4, 2, TP), stock(4, PP), stock(2)],
         id="pipeline-tied-embeddings",
@@ -124,7 +127,7 @@ FULL = [
     pytest.param("--optimizer sgd --sgd-momentum 0.9", ours(4, 2), [ours(2, 2)], id="sgd"),
     pytest.param("", ours(4, 2, "--no-ckpt-fully-parallel-save"), [ours(2, 1), stock(2)], id="plain-save"),
     pytest.param(
-        "--position-embedding-type learned_absolute --add-position-embedding",
+        "--position-embedding-type learned_absolute",
         ours(4, 2),
         [ours(2, 2), stock(2, TP)],
         id="learned-positions",
@@ -145,6 +148,15 @@ def test_a_job_resumes_in_every_other_layout(
 
 
 @pytest.mark.full
+def test_a_vocabulary_with_more_padding_is_filled_up_as_by_stock(corpus: list[str], tmp_path: Path) -> None:
+    """256 tokens are padded to 300 rows, and to 400 under tensor parallelism; the new rows change the loss."""
+    jobs = Jobs(corpus, tmp_path, "--make-vocab-size-divisible-by 100")
+    jobs.run(ours(2, 2), save="half")
+    reference = jobs.run(stock(2, TP), load=("half", HALF))
+    assert_continues(reference, jobs.run(ours(4, 2, TP), load=("half", HALF)), HALF, FP32_TOLERANCE)
+
+
+@pytest.mark.full
 def test_a_bf16_job_resumes_bit_by_bit_in_its_own_layout(corpus: list[str], tmp_path: Path) -> None:
     jobs = Jobs(corpus, tmp_path, "--bf16 --swiglu")
     saved = jobs.run(ours(4, 2), save="half")
@@ -153,6 +165,7 @@ def test_a_bf16_job_resumes_bit_by_bit_in_its_own_layout(corpus: list[str], tmp_
     assert_same_weights(saved, resumed)
 
 
+@pytest.mark.full
 def test_a_job_can_start_from_weights_without_optimizer_state(corpus: list[str], tmp_path: Path) -> None:
     jobs = Jobs(corpus, tmp_path, "--bf16")
     saved = jobs.run(stock(2, "--no-save-optim"), save="weights")
