@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hp_plugin import HyperAdamW, HyperParallelError, fully_shard
+from hp_plugin import HyperAdamW, HyperParallelError, Topology, fully_shard
 from hp_plugin.core.checkpoint import load_checkpoint, save_checkpoint
+from hp_plugin.core.topology import mesh_from_group
 from tests.fsdp.comparison import full
 from tests.fsdp.models import loss_of, make_model, micro_batch
 from tests.support import init_gloo
@@ -32,10 +32,13 @@ FAILING_RANK = 1
 
 
 def _sharded(replicate: int, shard: int, *, reshard: bool = True, timeout_s: float = 60.0) -> nn.Module:
-    mesh: DeviceMesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    for axis in ("dp_replicate", "dp_shard"):
-        # Groups of a mesh wait for torch's 30 minutes, whatever init_process_group was given.
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), mesh.get_group(axis))
+    mesh = mesh_from_group(
+        dist.group.WORLD,
+        Topology.from_supernode_size(replicate * shard, shard),
+        shard_size="supernode",
+        device_type="cpu",
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
     model: Any = make_model("transformer")
     for block in model.units():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)

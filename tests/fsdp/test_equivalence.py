@@ -8,14 +8,23 @@ import pytest
 
 from tests.fsdp.comparison import FLOAT32, Record, assert_same_mixed_training, assert_same_training
 from tests.fsdp.runs import Mesh, Runs, single_record
-from tests.fsdp.variants import MESHES, Variant, ddp, every_variant, fsdp2, single_process, usual_variants
+from tests.fsdp.variants import (
+    MESHES,
+    Variant,
+    ddp,
+    every_variant,
+    fsdp2,
+    fsdp2_runs_on,
+    single_process,
+    usual_variants,
+)
 
 USUAL = [(mesh, variant) for mesh in MESHES for variant in usual_variants(mesh)]
 # What torch's back ends are compared on: their own correctness needs no second look at every combination.
 WITH_FSDP2 = [
     (mesh, v)
     for mesh, v in USUAL
-    if v.reshard and v.units == "blocks" and (v.model == "transformer" or v.mode == "plain")
+    if v.reshard and v.units == "blocks" and (v.model == "transformer" or v.mode == "plain") and fsdp2_runs_on(mesh)
 ]
 WITH_DDP = [(mesh, v) for mesh, v in WITH_FSDP2 if not v.mixed and v.mode == "plain" and not v.one_dim]
 EVERY = [(mesh, model) for mesh in MESHES for model in ("transformer", "tied", "mlp")]
@@ -28,7 +37,7 @@ def name(value: object) -> str:
 @functools.cache
 def usual_runs(mesh: Mesh) -> Runs:
     variants = usual_variants(mesh)
-    variants += [fsdp2(v) for m, v in WITH_FSDP2 if m == mesh] + [ddp(v) for m, v in WITH_DDP if m == mesh]
+    variants += [fsdp2(v, mesh) for m, v in WITH_FSDP2 if m == mesh] + [ddp(v) for m, v in WITH_DDP if m == mesh]
     return Runs(mesh, variants)
 
 
@@ -51,7 +60,7 @@ def test_equals_one_process(mesh: Mesh, variant: Variant) -> None:
 @pytest.mark.parametrize(("mesh", "variant"), WITH_FSDP2, ids=name)
 def test_equals_torch_fsdp2(mesh: Mesh, variant: Variant) -> None:
     records = usual_runs(mesh).records(variant)
-    reference = usual_runs(mesh).records(fsdp2(variant))[0]
+    reference = usual_runs(mesh).records(fsdp2(variant, mesh))[0]
     assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
 
 

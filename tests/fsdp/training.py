@@ -228,6 +228,29 @@ class FSDP2Trainer(ShardedTrainer):
         policy = mixed if self.variant.mixed else MixedPrecisionPolicy()
         fully_shard(module, mesh=mesh, reshard_after_forward=self.variant.reshard, mp_policy=policy)
 
+    def forward_backward(self, step: int, index: int) -> float:
+        with _averages_on_gloo():
+            return super().forward_backward(step, index)
+
+
+@contextlib.contextmanager
+def _averages_on_gloo() -> Iterator[None]:
+    """Give gloo the mean that FSDP2 of torch 2.7 asks of it and that it lacks. Later releases do not ask."""
+    original = dist.reduce_scatter_tensor
+
+    def reduce_scatter_tensor(output: Tensor, *args: Any, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return original(output, *args, op=op, **kwargs)
+        original(output, *args, op=dist.ReduceOp.SUM, **kwargs)
+        output.div_(dist.get_world_size(kwargs.get("group")))
+        return None
+
+    dist.reduce_scatter_tensor = reduce_scatter_tensor
+    try:
+        yield
+    finally:
+        dist.reduce_scatter_tensor = original
+
 
 class HyperTrainer(ShardedTrainer):
     """This project's fully_shard, HyperAdamW and clip_grad_norm_."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 MESHES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))  # (dp_replicate, dp_shard)
 
 
@@ -88,9 +90,14 @@ def single_process(variant: Variant, mesh: tuple[int, int]) -> Variant:
     )
 
 
-def fsdp2(variant: Variant) -> Variant:
-    """The same training by torch FSDP2, which runs this mode and these units too."""
-    return replace(variant, backend="fsdp2", fault=None)
+def fsdp2(variant: Variant, mesh: tuple[int, int]) -> Variant:
+    """The same training by torch FSDP2, which has these modes and units too. With one replica its mesh is 1-D."""
+    return replace(variant, backend="fsdp2", fault=None, one_dim=mesh[0] == 1)
+
+
+def fsdp2_runs_on(mesh: tuple[int, int]) -> bool:
+    """Whether this torch's FSDP2 can train on `mesh` on CPU: in 2.7 its replicated form asserts events CPUs lack."""
+    return mesh[0] == 1 or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 7)
 
 
 def ddp(variant: Variant) -> Variant:
