@@ -7,7 +7,8 @@ Four processes stand for two supernodes of two ranks. From one seed it trains
 3. the same, stopped and saved half way, then resumed on 2 processes,
 
 on the Python standard library's own sources, and ends with a table, a picture of the loss curves, and exit status
-0 only if the losses agree. Every argument that this program does not know goes to every Megatron run.
+0 only if the losses agree. Every argument that this program does not know goes to every Megatron run; where one of them
+changes the arithmetic, as ``--bf16`` does, give ``--tolerance`` too.
 
     python examples/main_job.py [--out build/demo] [MEGATRON ARGUMENTS...]
 """
