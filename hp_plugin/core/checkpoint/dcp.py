@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from hp_plugin.errors import ConfigurationError, HyperParallelError
@@ -49,7 +50,8 @@ def save_checkpoint(
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "extra": dict(extra or {})}
         try:
             dcp.save(state, checkpoint_id=str(partial))
-        except Exception as error:  # a full disk surfaces as many classes: OSError, RuntimeError, CheckpointException
+        # A full disk surfaces as many classes, one of which torch derives from BaseException.
+        except (Exception, CheckpointException) as error:
             failure = f"{type(error).__name__}: {error}"
     failure = _first_failure(failure)
     if failure is None:

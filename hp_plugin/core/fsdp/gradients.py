@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.parameter import ShardedParameter
 from hp_plugin.core.fsdp.slot import aligned_offsets
+from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
 from hp_plugin.core.layout import local_tensor
 
 _ALIGNMENT = 32
@@ -64,7 +65,7 @@ class UnitGradients:
         if self.partial is None:
             self.partial = scattered
         elif self.partial is not scattered:
-            self.partial.add_(scattered)
+            accumulate_scaled_(self.partial, scattered, 1.0)
         return self.partial
 
     @property
@@ -108,16 +109,16 @@ class UnitGradients:
             self._hand_out(copy_from_flat=not self._is_alias)
             return
         if self._is_alias and self._wrappers and all(g is w for g, w in zip(existing, self._wrappers)):
-            self.flat.add_(reduced, alpha=scale)
+            accumulate_scaled_(self.flat, reduced, scale)
             return
         wrappers = self._grad_wrappers()
         for p, grad, view, store, wrapper in zip(
             self.parameters, existing, self._views(reduced), self._stores, wrappers
         ):
             if grad is not None:
-                local_tensor(grad).add_(view, alpha=scale)
+                accumulate_scaled_(local_tensor(grad), view, scale)
                 continue
-            torch.mul(view, scale, out=store) if store.dtype == view.dtype else store.copy_(view * scale)
+            scale_copy_(store, view, scale)
             p.sharded.grad = wrapper
 
     def _hand_out(self, *, copy_from_flat: bool) -> None:

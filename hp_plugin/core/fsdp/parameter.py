@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.slot import Slot
+from hp_plugin.core.kernels import scale_copy_
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import ConfigurationError
 
@@ -285,7 +286,7 @@ class ShardedParameter:
         operand = torch.empty(slot.padded_numel, dtype=dtype, device=self.info.device)
         counters.copied_bytes += slot.numel * dtype.itemsize
         if slot.is_row_major:
-            operand.narrow(0, 0, slot.numel).view(slot.shape).copy_(gradient.detach())
+            scale_copy_(operand.narrow(0, 0, slot.numel).view(slot.shape), gradient.detach(), 1.0)
             operand.narrow(0, slot.numel, slot.padded_numel - slot.numel).zero_()
             return operand
         if not slot.is_even:

@@ -14,6 +14,7 @@ from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
 from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
 from hp_plugin.core.fsdp.reduction import Reduction
+from hp_plugin.core.kernels import accumulate_scaled_
 from hp_plugin.core.transport import C10dTransport, Pending
 from hp_plugin.errors import HyperParallelError
 
@@ -213,7 +214,7 @@ class Unit:
         if parameter.unsharded_gradient is None:
             parameter.unsharded_gradient = gradient.to(self.reduce_dtype)
         else:
-            parameter.unsharded_gradient.add_(gradient)
+            accumulate_scaled_(parameter.unsharded_gradient, gradient, 1.0)
 
     def _gradient_storage(self, trainable: list[ShardedParameter]) -> UnitGradients:
         storage = self._gradients
