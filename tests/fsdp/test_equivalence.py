@@ -50,6 +50,7 @@ def assert_all_replicas_equal(records: list[Record], reference: Record, *, repli
             assert_same_training(record, reference, FLOAT32)
 
 
+@pytest.mark.timeout(600)  # the first test of a mesh trains all its variants
 @pytest.mark.parametrize(("mesh", "variant"), USUAL, ids=name)
 def test_equals_one_process(mesh: Mesh, variant: Variant) -> None:
     records = usual_runs(mesh).records(variant)
@@ -72,6 +73,7 @@ def test_equals_ddp(mesh: Mesh, variant: Variant) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("mesh", "model"), EVERY, ids=name)
 def test_every_combination_equals_one_process(mesh: Mesh, model: str) -> None:
     runs = Runs(mesh, every_variant(model))
