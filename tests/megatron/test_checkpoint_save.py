@@ -19,12 +19,6 @@ LARGEST_FILE = 300_000  # bytes; a rank's part of the tiny model's checkpoint ha
 def train_with_little_room(*, argv: list[str], largest_file: int) -> training.Run:
     """Train on this rank, where no file may grow beyond `largest_file`: what a full disk looks like from here."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    from megatron.training import training as loop
-
-    from hp_plugin.megatron.checkpoint_save import guard_save_checkpoint
-
-    if not hasattr(loop.save_checkpoint, "__wrapped__"):
-        loop.save_checkpoint = guard_save_checkpoint(loop.save_checkpoint)
     return training.train(argv=argv, keep_weights=False)
 
 
