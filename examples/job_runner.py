@@ -105,7 +105,7 @@ def run(
     ]
     log = RunLog()
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_file, "w", encoding="utf-8") as copy:
+    with open(log_file, "w", buffering=1, encoding="utf-8") as copy:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(marker)
         )

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.examples.conftest import EXAMPLES
 
 
 @pytest.fixture
@@ -85,6 +91,40 @@ def test_a_job_that_fails_or_hangs_is_one_sentence_and_leaves_no_process(
         runner.run("a job", ranks=2, arguments=["--hyperfsdp-device", "cpu"], log_file=tmp_path / "log",
                    timeout_s=limit_s, on_iteration=lambda *_: None)  # fmt: skip
     assert str(error.value).startswith(sentence)
+    assert descendants() == before
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, sys.argv[1])
+import job_runner
+job_runner.SCRIPT = Path(sys.argv[2])
+job_runner.run("a job", ranks=2, arguments=["--hyperfsdp-device", "cpu"], log_file=Path(sys.argv[3]), timeout_s=200,
+               on_iteration=lambda *_: None)
+"""
+
+
+def test_an_interrupt_ends_every_process_of_the_job(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+    before = descendants()
+    words = [sys.executable, "-c", INTERRUPTED, str(EXAMPLES), str(script), str(log)]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        limit = time.monotonic() + 150
+        while not (log.exists() and "started" in log.read_text()):
+            assert time.monotonic() < limit
+            assert process.poll() is None
+            time.sleep(0.2)
+        assert descendants() > before
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) != 0
+    finally:
+        process.kill()
+        process.wait()
     assert descendants() == before
 
 
