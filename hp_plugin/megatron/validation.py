@@ -49,7 +49,7 @@ def _other_than(*allowed: object) -> Callable[[object], bool]:
 
 _OWN_SHARDING = "HyperFSDP shards parameters, gradients and optimizer states itself; remove the flag"
 _OWN_BUCKETS = "it configures the buckets of Megatron's DDP, which HyperFSDP does not have; remove the flag"
-_NO_EXPERTS = "mixture-of-experts models are not supported in this release; train a dense model or use Megatron's DDP"
+_NO_EXPERTS = "expert parallelism is not supported in this release; use --expert-model-parallel-size 1"
 _NO_GRAPHS = "CUDA graphs cannot capture parameters that are gathered and freed; use --cuda-graph-impl none"
 _NOT_VERIFIED = "the combination has not been verified in this release; remove the flag or use --bf16"
 
@@ -84,7 +84,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--optimizer-cuda-graph", "optimizer_cuda_graph", _is_on, _NO_GRAPHS),
     Conflict("--expert-model-parallel-size", "expert_model_parallel_size", _above_one, _NO_EXPERTS),
-    Conflict("--num-experts", "num_experts", _given, _NO_EXPERTS),
     Conflict(
         "--context-parallel-size",
         "context_parallel_size",
@@ -98,7 +97,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "context parallelism is not supported in this release; remove the flag",
     ),
     Conflict("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards", _given, _OWN_SHARDING),
-    Conflict("--fp16", "fp16", _is_on, "loss scaling is not supported in this release; use --bf16 or fp32"),
     Conflict("--fp8-param-gather", "fp8_param_gather", _is_on, "shards are kept in fp32; remove the flag"),
     Conflict("--fp4-param-gather", "fp4_param_gather", _is_on, "shards are kept in fp32; remove the flag"),
     Conflict("--fp8-format", "fp8", _given, _NOT_VERIFIED),
@@ -135,12 +133,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "ckpt_convert_format",
         _given,
         "convert with stock Megatron; checkpoints are plain torch_dist",
-    ),
-    Conflict(
-        "--async-save",
-        "async_save",
-        _is_on,
-        "asynchronous saving has not been verified in this release; remove the flag",
     ),
     Conflict(
         "--non-persistent-ckpt-type",

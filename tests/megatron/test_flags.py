@@ -176,8 +176,8 @@ class TestRequestedDevice:
 def megatron_arguments(**changes: object) -> SimpleNamespace:
     """What the rules look at, with the values of a plain dense job."""
     plain = dict(
-        use_distributed_optimizer=False, overlap_param_gather=False, optimizer="adam", num_experts=None,
-        expert_model_parallel_size=1, context_parallel_size=1, ckpt_format="torch_dist", fp16=False, fp8=None,
+        use_distributed_optimizer=False, overlap_param_gather=False, optimizer="adam",
+        expert_model_parallel_size=1, context_parallel_size=1, ckpt_format="torch_dist", fp8=None,
         cuda_graph_impl="none", num_distributed_optimizer_instances=1, ddp_bucket_size=None, yaml_cfg=None,
         gradient_accumulation_fusion=False, world_size=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
         use_checkpoint_args=False, use_torch_fsdp2=False, use_megatron_fsdp=False,
@@ -208,10 +208,8 @@ class TestMegatronArguments:
             ({"optimizer": "muon"}, "--optimizer muon"),
             ({"optimizer": "dist_muon"}, "--optimizer dist_muon"),
             ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
-            ({"num_experts": 4}, "--num-experts 4"),
             ({"context_parallel_size": 2}, "--context-parallel-size 2"),
             ({"fp8_param_gather": True}, "--fp8-param-gather"),
-            ({"fp16": True}, "--fp16"),
             ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
             ({"ckpt_format": "torch"}, "--ckpt-format torch"),
             ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2"),
@@ -225,8 +223,8 @@ class TestMegatronArguments:
         assert str(refusal.value).startswith(f"--use-hyperfsdp cannot be combined with {flag} (")
 
     def test_all_conflicts_are_told_at_once(self) -> None:
-        with pytest.raises(UnsupportedError, match=r"--num-experts 4 .*--fp16") as refusal:
-            validation.check_megatron_arguments(megatron_arguments(fp16=True, num_experts=4))
+        with pytest.raises(UnsupportedError, match=r"--context-parallel-size 2 .*--ckpt-format torch") as refusal:
+            validation.check_megatron_arguments(megatron_arguments(context_parallel_size=2, ckpt_format="torch"))
         assert "\n" not in str(refusal.value)
 
     def test_fused_accumulation_is_switched_off_and_told(self) -> None:
