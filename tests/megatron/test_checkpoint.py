@@ -132,6 +132,13 @@ FULL = [
         [ours(2, 2), stock(2, TP)],
         id="learned-positions",
     ),
+    pytest.param(
+        "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --swiglu",
+        ours(4, 2),
+        [ours(2, 2), ours(4, 1), stock(2)],
+        id="experts",
+    ),
+    pytest.param("--async-save --async-strategy mcore", ours(2, 2), [ours(2, 1), stock(2)], id="asynchronous-save"),
 ]
 
 
