@@ -58,8 +58,8 @@ TRANSFERS = [
     Transfer((1, 4), MLP, (2, 2), MLP, "ours", "ours"),
     Transfer((2, 2), TIED, (1, 2), TIED),
     Transfer((2, 2), MIXED, (1, 4), MIXED),
-    Transfer((2, 2), HYPER, (1, 2), FSDP2_1D, reader="dcp_part"),
-    Transfer((1, 4), HYPER, (2, 2), FSDP2, reader="dcp_part"),
+    Transfer((2, 2), HYPER, (1, 2), FSDP2_1D),
+    Transfer((1, 4), HYPER, (2, 2), FSDP2),
     Transfer((2, 2), FSDP2, (1, 4), HYPER),
     Transfer((1, 4), FSDP2_1D, (2, 1), HYPER),
 ]

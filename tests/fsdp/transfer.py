@@ -96,18 +96,12 @@ def _save_with_dcp(directory: str, trainer: Trainer) -> None:
     dcp.save(state, checkpoint_id=directory)
 
 
-def _load_with_dcp(directory: str, trainer: Trainer, *, partial: bool = False) -> None:
+def _load_with_dcp(directory: str, trainer: Trainer) -> None:
     model = get_model_state_dict(trainer.model)
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory, planner=planner)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
     set_model_state_dict(trainer.model, model)
     set_optimizer_state_dict(trainer.model, trainer.optimizer, optimizer)
-
-
-def _load_part_with_dcp(directory: str, trainer: Trainer) -> None:
-    """For an optimizer of another make: torch's AdamW keeps flags in its param groups that ours does not have."""
-    _load_with_dcp(directory, trainer, partial=True)
 
 
 def _save_with_ours(directory: str, trainer: Trainer) -> None:
@@ -125,4 +119,4 @@ def _load_with_ours(directory: str, trainer: Trainer) -> None:
 
 
 SAVERS = {"dcp": _save_with_dcp, "ours": _save_with_ours}
-LOADERS = {"dcp": _load_with_dcp, "dcp_part": _load_part_with_dcp, "ours": _load_with_ours}
+LOADERS = {"dcp": _load_with_dcp, "ours": _load_with_ours}

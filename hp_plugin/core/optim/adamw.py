@@ -14,6 +14,16 @@ from torch.optim.optimizer import ParamsT, StateDict
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
+# Options of torch's AdamW that do not exist here. They stand in every parameter group with their off values, so that a
+# distributed checkpoint of this optimizer has all the keys for which a torch.optim.AdamW asks.
+_OFF = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
+
 
 class HyperAdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) that steps the part of each parameter that this rank holds.
@@ -57,6 +67,7 @@ class HyperAdamW(Optimizer):
             "weight_decay": weight_decay,
             "foreach": foreach,
             "fused": fused,
+            **_OFF,
         }
         super().__init__(params, defaults)
 
@@ -150,7 +161,7 @@ class HyperAdamW(Optimizer):
             _check_options(group)
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for name in ("foreach", "fused"):
+            for name in ("foreach", "fused", *_OFF):
                 group.setdefault(name, self.defaults[name])
             for param in group["params"]:
                 _check_state(param, self.state.get(param, {}))
