@@ -128,7 +128,7 @@ def check_spelling(argv: Sequence[str]) -> None:
         if flag.startswith(MUON_PREFIX):
             raise UnsupportedError(f"{flag} is not available in this release; {_MUON_ADVICE}")
         if flag.startswith(PREFIX) and flag not in known:
-            raise ConfigurationError(f"{flag} is not a known flag{_did_you_mean(flag, known)}.")
+            raise ConfigurationError(f"{flag} is not a known flag{_did_you_mean(flag, known)}")
 
 
 def resolve(args: argparse.Namespace) -> HyperFSDPOptions:
@@ -197,7 +197,7 @@ def read_config(path: str) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).removeprefix(PREFIX).replace("-", "_").removeprefix("hyperfsdp_")
         if name not in known:
-            raise ConfigurationError(f"{path}: unknown key {str(key)!r}{_did_you_mean(name, known)}.")
+            raise ConfigurationError(f"{path}: unknown key {str(key)!r}{_did_you_mean(name, known)}")
         if name in options:
             raise ConfigurationError(f"{path}: {name} is given twice.")
         options[name] = value
@@ -282,7 +282,7 @@ def _text(value: object) -> str:
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}."
 
 
 def _one_line(error: Exception) -> str:
