@@ -140,10 +140,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         _other_than(None, "global"),
         "use --non-persistent-ckpt-type global",
     ),
-    Conflict("--ddp-num-buckets", "ddp_num_buckets", _given, _OWN_BUCKETS),
-    Conflict("--ddp-bucket-size", "ddp_bucket_size", _given, _OWN_BUCKETS),
-    Conflict("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", _is_on, _OWN_BUCKETS),
-    Conflict("--ddp-average-in-collective", "ddp_average_in_collective", _is_on, _OWN_BUCKETS),
     Conflict(
         "--ddp-reduce-scatter-with-fp32-accumulation", "ddp_reduce_scatter_with_fp32_accumulation", _is_on, _OWN_BUCKETS
     ),
@@ -164,6 +160,17 @@ CONFLICTS: tuple[Conflict, ...] = (
 )
 
 
+_NO_BUCKETS = "a unit is reduced as a whole"
+
+WITHOUT_EFFECT: tuple[Conflict, ...] = (
+    Conflict("--ddp-num-buckets", "ddp_num_buckets", _given, _NO_BUCKETS),
+    Conflict("--ddp-bucket-size", "ddp_bucket_size", _given, _NO_BUCKETS),
+    Conflict("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", _is_on, _NO_BUCKETS),
+    Conflict("--ddp-average-in-collective", "ddp_average_in_collective", _is_on, "gradients are summed, then divided"),
+)
+"""Flags that tune Megatron's DDP and change no result: accepted, and said to do nothing."""
+
+
 def check_megatron_arguments(args: argparse.Namespace) -> None:
     """Refuse every combination of the table, all in one message.
 
@@ -181,8 +188,12 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
 
 
 def adjust_megatron_arguments(args: argparse.Namespace) -> list[str]:
-    """Switch off what is merely an optimization of another back end. Returns the lines to print."""
-    lines = []
+    """Switch off, or say to be without effect, what merely tunes another back end. Returns the lines to print."""
+    lines = [
+        f"{_spell(option, args)} has no effect with --use-hyperfsdp: {option.advice}."
+        for option in WITHOUT_EFFECT
+        if option.refused(getattr(args, option.attribute, None))
+    ]
     if getattr(args, "gradient_accumulation_fusion", False):
         args.gradient_accumulation_fusion = False
         lines.append(

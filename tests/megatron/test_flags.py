@@ -213,7 +213,6 @@ class TestMegatronArguments:
             ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
             ({"ckpt_format": "torch"}, "--ckpt-format torch"),
             ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2"),
-            ({"ddp_bucket_size": 100}, "--ddp-bucket-size 100"),
             ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ],
     )
@@ -234,10 +233,18 @@ class TestMegatronArguments:
         assert "--no-gradient-accumulation-fusion" in line
         assert validation.adjust_megatron_arguments(args) == []
 
+    def test_what_tunes_ddp_is_accepted_and_told_to_do_nothing(self) -> None:
+        args = megatron_arguments(ddp_bucket_size=100, ddp_average_in_collective=True)
+        validation.check_megatron_arguments(args)
+        bucket, average = validation.adjust_megatron_arguments(args)
+        assert bucket.startswith("--ddp-bucket-size 100 has no effect with --use-hyperfsdp: ")
+        assert average.startswith("--ddp-average-in-collective has no effect with --use-hyperfsdp: ")
+
     def test_every_refused_flag_exists_in_the_installed_megatron(self) -> None:
         (attributes,) = run_ranks(1, attributes_of_megatron, flavour="megatron", timeout=60)
         set_by_validation_or_older = {"use_custom_fsdp", "use_layer_wise_distributed_optimizer"}
-        assert {conflict.attribute for conflict in validation.CONFLICTS} - attributes == set_by_validation_or_older
+        named = {conflict.attribute for conflict in (*validation.CONFLICTS, *validation.WITHOUT_EFFECT)}
+        assert named - attributes == set_by_validation_or_older
 
 
 class TestTopology:
