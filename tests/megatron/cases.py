@@ -77,10 +77,10 @@ TINY = [
 
 FP32_TOLERANCE = 2e-6
 BF16_TOLERANCE = 1e-4
-BF16_NORM_TOLERANCE = 1e-2
+BF16_NORM_TOLERANCE = 3e-3
 """Of a gradient norm after the first iteration. A last-digit difference of the fp32 masters, from the order of
 summation, rounds a few weights to another bf16 value; the norm shows it, the loss hardly. Stock Megatron's own
-distributed optimizer differs from its DDP by up to 4e-4 within 12 iterations of the main job; single jobs reach 4e-3.
+distributed optimizer differs from its DDP by up to 4e-4 within 12 iterations of the main job; this job by up to 7e-4.
 What bf16 does to a step is checked bit by bit by the jobs whose sums have one order."""
 
 
