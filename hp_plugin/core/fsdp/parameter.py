@@ -1,4 +1,4 @@
-"""One sharded parameter: its shard at rest, its full tensor with a stable address, and the way between the two."""
+"""One sharded parameter: the shard and the full tensor that stand for it, and which of them the modules hold."""
 
 from __future__ import annotations
 
@@ -117,9 +117,7 @@ class ShardedParameter:
         self.unsharded_gradient: torch.Tensor | None = None
         """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
         self._full: nn.Parameter | None = None
-        self._buffer: torch.Tensor | None = None
         self._aliased_shard: torch.Tensor | None = None
-        self._staging: torch.Tensor | None = None
         self._install(self.sharded)
 
     # ---- at rest ----------------------------------------------------------------------------------------------------
@@ -183,81 +181,41 @@ class ShardedParameter:
         for module, attribute in self.owners:
             module._parameters[attribute] = parameter
 
-    # ---- shard -> full ----------------------------------------------------------------------------------------------
+    # ---- shard <-> full ---------------------------------------------------------------------------------------------
 
     @property
-    def _is_alias(self) -> bool:
+    def is_alias(self) -> bool:
+        """Whether the full tensor is the shard itself: one rank in the shard group and equal dtypes."""
         return self.info.shard_size == 1 and self.compute_dtype == self.master_dtype
 
-    def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Allocates the full tensor and returns (output, input) of its all-gather, both contiguous and 1-D.
-
-        Returns None where nothing has to be gathered. The shard itself is the input where it can be; otherwise it is
-        written, cast and padded, into its own slot of the output, which then is the input.
-        """
+    def alias_full(self) -> None:
+        """Makes the full tensor an alias of the shard, see `is_alias`."""
         local = self.local
-        if self._is_alias:
-            if self._aliased_shard is not local:
-                self._full = nn.Parameter(local.detach(), requires_grad=self.sharded.requires_grad)
-                _attach(self._full, self.attributes)
-                self._aliased_shard = local
-            return None
-        slot, rank = self.slot, self.info.shard_rank
-        self._allocate_full()
-        output = self._buffer
-        assert output is not None
-        if not slot.is_row_major:
-            output = self._staging = torch.empty(slot.padded_numel, dtype=self.compute_dtype, device=self.info.device)
-        own = output.narrow(0, rank * slot.slot_numel, slot.slot_numel)
-        if local.dtype == self.compute_dtype and slot.length(rank) == slot.chunk and slot.group_size > 1:
-            # A shard that was replaced or transposed by the user may have strides of its own.
-            return output, local.contiguous().view(-1)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(output):
-            own.view(slot.slot_shape).narrow(slot.dim, 0, slot.length(rank)).copy_(local)
-        counters.copied_bytes += local.numel() * self.compute_dtype.itemsize
-        return (output, own) if slot.group_size > 1 else None
+        if self._aliased_shard is not local:
+            self.bind_full(local.detach())
+            self._aliased_shard = local
 
-    def finish_gather(self, counters: Counters) -> None:
-        """Completes the full tensor after the all-gather and puts it into the module."""
+    def bind_full(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor`, of the full shape and the compute dtype, the memory of the full parameter."""
+        self._full = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        _attach(self._full, self.attributes)
+
+    def install_full(self) -> None:
+        """Puts the full parameter into the modules."""
         full = self._full
         assert full is not None
-        if self._staging is not None:
-            slot = self.slot
-            slots = self._staging.view(slot.group_size, *slot.slot_shape)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(full):
-                for rank in range(slot.group_size):
-                    length = slot.length(rank)
-                    full.narrow(slot.dim, slot.offset(rank), length).copy_(slots[rank].narrow(slot.dim, 0, length))
-            counters.copied_bytes += slot.numel * self.compute_dtype.itemsize
-            self._staging = None
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
         self._install(full)
 
-    def _allocate_full(self) -> None:
-        slot = self.slot
-        numel = slot.padded_numel if slot.is_row_major else slot.numel
-        if self._buffer is None:
-            self._buffer = torch.empty(numel, dtype=self.compute_dtype, device=self.info.device)
-            view = self._buffer.narrow(0, 0, slot.numel).view(slot.shape)
-            self._full = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
-            _attach(self._full, self.attributes)
-        else:
-            self._buffer.untyped_storage().resize_(numel * self.compute_dtype.itemsize)
-
-    # ---- full -> shard ----------------------------------------------------------------------------------------------
-
-    def release_full(self) -> None:
-        """Puts the shard back into the module and frees the full tensor's storage. Keeps `full.grad`."""
+    def install_sharded(self) -> None:
+        """Puts the sharded parameter into the modules. Keeps the gradient of the full one."""
         self._install(self.sharded)
-        self._staging = None
-        if self._buffer is not None:
-            self._buffer.untyped_storage().resize_(0)
 
     @property
     def full_is_alive(self) -> bool:
         """Whether the full tensor holds memory of its own."""
-        return self._buffer is not None and self._buffer.untyped_storage().size() > 0
+        return self._full is not None and not self.is_alias and self._full.untyped_storage().size() > 0
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.operand import group_operands
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
 from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
@@ -45,6 +46,7 @@ class Unit:
     ) -> None:
         self.modules = tuple(modules)
         self.parameters = parameters
+        self.operands = group_operands(parameters)
         self.info = info
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
@@ -65,7 +67,6 @@ class Unit:
         self._root: Root | None = None
         self._phase = Phase.SHARDED
         self._gather: Pending | None = None
-        self._versions: torch.autograd._unsafe_preserve_version_counter | None = None
         self._gradients: UnitGradients | None = None
         self._transport = C10dTransport(info.shard_group) if info.shard_size > 1 else None
 
@@ -118,26 +119,24 @@ class Unit:
         outputs, inputs = [], []
         for parameter in self.parameters:
             parameter.adopt_replacement()
-            operands = parameter.begin_gather(counters)
-            if operands is not None:
-                outputs.append(operands[0])
-                inputs.append(operands[1])
+        for operand in self.operands:
+            gathered = operand.begin_gather(counters)
+            if gathered is not None:
+                outputs.append(gathered[0])
+                inputs.append(gathered[1])
         if outputs and self._transport is not None:
-            # Autograd saved these tensors in forward; that their storage is filled again is no modification. gloo
-            # writes from a thread of its own, so the versions of now are put back when the collective has been waited
-            # for.
-            self._versions = torch.autograd._unsafe_preserve_version_counter(tuple(outputs))
             self._gather = self._transport.all_gather(outputs, inputs)
             counters.all_gathers += 1
             counters.all_gather_bytes += sum(o.numel() * o.dtype.itemsize for o in outputs)
 
+    @torch.no_grad()
     def wait_for_unshard(self, hook: str) -> None:
         """Waits for the all-gather and puts the full parameters into the modules."""
         if self._phase is not Phase.GATHERING:
             return
         self._wait_for_gather()
-        for parameter in self.parameters:
-            parameter.finish_gather(self.root.counters)
+        for operand in self.operands:
+            operand.finish_gather(self.root.counters)
         self.enter(Phase.UNSHARDED, hook)
 
     def reshard(self, hook: str) -> None:
@@ -145,16 +144,14 @@ class Unit:
         if self._phase is Phase.SHARDED:
             return
         self._wait_for_gather()
-        for parameter in self.parameters:
-            parameter.release_full()
+        for operand in self.operands:
+            operand.release_full()
         self.enter(Phase.SHARDED, hook)
 
     def _wait_for_gather(self) -> None:
-        if self._gather is None or self._versions is None:
-            return
-        self._gather.wait()
-        with self._versions:
-            self._gather = self._versions = None
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 

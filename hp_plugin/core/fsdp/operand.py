@@ -1,0 +1,307 @@
+"""What a collective of a unit carries: one parameter without a copy, or all tiny parameters of a dtype in one pack.
+
+A collective costs about as much for a kilobyte as for a hundred, so norms and biases travel together. For everything
+larger the operand of the collective *is* the storage: the shard is the input and the full tensor the output.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+
+from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.parameter import ShardedParameter
+from hp_plugin.core.fsdp.slot import aligned_offsets
+
+PACK_BYTES = 64 * 1024
+"""Parameters whose full tensor, padded and in the compute dtype, is smaller than this travel in packs."""
+
+_ALIGNMENT = 32
+"""Elements. Full tensors of a pack start at multiples of 64 bytes in every floating dtype of two bytes or more."""
+
+
+def group_operands(parameters: Sequence[ShardedParameter]) -> list[Operand]:
+    """Distributes parameters over operands, in order of each operand's first parameter.
+
+    It follows from order, shapes, dims, dtypes and the size of the shard group alone, so all ranks agree on it and it
+    may be called for any subset of a unit. With one rank in the shard group nothing is packed. No communication.
+
+    Args:
+        parameters: Parameters of one unit.
+    """
+    groups: dict[object, list[ShardedParameter]] = {}
+    for index, parameter in enumerate(parameters):
+        slot = parameter.slot
+        is_tiny = slot.group_size > 1 and slot.padded_numel * parameter.compute_dtype.itemsize < PACK_BYTES
+        groups.setdefault(parameter.compute_dtype if is_tiny else index, []).append(parameter)
+    return [Pack(group) if len(group) > 1 else Single(group[0]) for group in groups.values()]
+
+
+class Operand(abc.ABC):
+    """One operand of a unit's collectives, and the storage of the full tensors of its parameters.
+
+    The elements that one rank contributes to a gather, or gets from a reduction, are its *slot*: the padded slots of
+    its parameters one after another. A gathered or unreduced operand is the slots of all ranks in rank order.
+
+    Full tensors are views of one buffer with a stable address: `release_full` empties its storage, `begin_gather`
+    refills it. Everything is written through an alias with a version counter of its own, because refilling what
+    autograd has saved is no modification.
+
+    Attributes:
+        parameters: The parameters, in the order of their slots.
+        slot_numel: Elements of one rank's slot.
+        slot_offsets: First element of each parameter in the slot.
+        dtype: Compute dtype, that of the full tensors.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        self.parameters = list(parameters)
+        self.dtype = parameters[0].compute_dtype
+        self.slot_offsets, self.slot_numel = aligned_offsets([p.slot.slot_numel for p in parameters], 1)
+        self._info = parameters[0].info
+        self._full: torch.Tensor | None = None
+        self._nbytes = 0
+
+    # ---- shard -> full ----------------------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def full_bytes(self) -> int:
+        """Bytes that the full tensors occupy while they are gathered."""
+
+    @abc.abstractmethod
+    def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Allocates the full tensors and returns (output, input) of their all-gather, contiguous and 1-D.
+
+        Call under `torch.no_grad()`. Returns None where nothing has to be gathered.
+        """
+
+    @abc.abstractmethod
+    def finish_gather(self, counters: Counters) -> None:
+        """Completes the full tensors after the all-gather and puts them into the modules."""
+
+    def release_full(self) -> None:
+        """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
+        for parameter in self.parameters:
+            parameter.install_sharded()
+        if self._full is not None:
+            self._full.untyped_storage().resize_(0)
+
+    def _allocate(self, numel: int) -> torch.Tensor:
+        """The buffer of the full tensors with its memory in place: 1-D, `numel` elements, free of autograd."""
+        if self._full is None:
+            buffer = torch.empty(numel, dtype=self.dtype, device=self._info.device)
+            self._bind(buffer)
+            self._full = buffer.data  # unlike detach(): a version counter of its own
+            self._nbytes = numel * self.dtype.itemsize
+        else:
+            self._full.untyped_storage().resize_(self._nbytes)
+        return self._full
+
+    @abc.abstractmethod
+    def _bind(self, buffer: torch.Tensor) -> None:
+        """Makes the full tensor of every parameter a view of `buffer`."""
+
+    # ---- gradient -> slots ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def reduction_operand(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
+    ) -> torch.Tensor:
+        """Full gradients as the input of a reduce-scatter. Call under `torch.no_grad()`.
+
+        Args:
+            gradients: One per parameter, of its full shape and any dtype; None stands for zeros.
+            dtype: Dtype of the result.
+            counters: Where copies are counted.
+
+        Returns:
+            Contiguous, 1-D, group size times `slot_numel` elements. May share memory with a gradient.
+        """
+
+
+class Single(Operand):
+    """One parameter. Nothing is copied unless its dtype changes, its dim is uneven or it is sharded on another dim.
+
+    Args:
+        parameter: The parameter.
+    """
+
+    def __init__(self, parameter: ShardedParameter) -> None:
+        super().__init__([parameter])
+        self._parameter = parameter
+        self._staging: torch.Tensor | None = None
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full tensor, padding included; 0 where it is the shard itself."""
+        return 0 if self._parameter.is_alias else self._full_numel * self.dtype.itemsize
+
+    @property
+    def _full_numel(self) -> int:
+        slot = self._parameter.slot
+        return slot.padded_numel if slot.is_row_major else slot.numel
+
+    def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The input is the shard where it can be, else its own slot of the output, into which it is cast or padded."""
+        parameter = self._parameter
+        if parameter.is_alias:
+            parameter.alias_full()
+            return None
+        slot, rank, local = parameter.slot, self._info.shard_rank, parameter.local
+        output = self._allocate(self._full_numel)
+        if not slot.is_row_major:
+            output = self._staging = torch.empty(slot.padded_numel, dtype=self.dtype, device=self._info.device)
+        if local.dtype == self.dtype and slot.length(rank) == slot.chunk and slot.group_size > 1:
+            # A shard that was replaced or transposed by the user may have strides of its own.
+            return output, local.contiguous().view(-1)
+        own = output.narrow(0, rank * slot.slot_numel, slot.slot_numel)
+        own.view(slot.slot_shape).narrow(slot.dim, 0, slot.length(rank)).copy_(local)
+        counters.copied_bytes += local.numel() * self.dtype.itemsize
+        return (output, own) if slot.group_size > 1 else None
+
+    def finish_gather(self, counters: Counters) -> None:
+        """Copies a shard on a dim other than 0 out of its staging tensor."""
+        parameter = self._parameter
+        if self._staging is not None:
+            assert self._full is not None
+            slots = self._staging.view(parameter.slot.group_size, self.slot_numel)
+            for target, source in _rank_pieces(parameter, self._full, slots):
+                target.copy_(source)
+            counters.copied_bytes += parameter.slot.numel * self.dtype.itemsize
+            self._staging = None
+        parameter.install_full()
+
+    def release_full(self) -> None:
+        """As `Operand.release_full`; drops a staging tensor of a gather that was not finished."""
+        self._staging = None
+        super().release_full()
+
+    def _bind(self, buffer: torch.Tensor) -> None:
+        slot = self._parameter.slot
+        self._parameter.bind_full(buffer.narrow(0, 0, slot.numel).view(slot.shape))
+
+    def reduction_operand(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
+    ) -> torch.Tensor:
+        """The gradient itself where dtype, strides and evenness allow, else one copy."""
+        return self._parameter.reduction_operand(gradients[0], dtype, counters)
+
+
+class Pack(Operand):
+    """Several tiny parameters of one dtype: one collective, one copy on each side of it.
+
+    Args:
+        parameters: Two or more parameters with the same compute dtype and mesh.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        super().__init__(parameters)
+        self._offsets, self._full_numel = aligned_offsets([p.slot.numel for p in parameters], _ALIGNMENT)
+        self._numel = sum(p.slot.numel for p in parameters)
+        self._packed: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
+        self._copy_in: list[torch.Tensor] = []
+        self._copy_out: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full tensors and the gaps between them, without the packed copy that lives during a gather."""
+        return self._full_numel * self.dtype.itemsize
+
+    def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Copies all shards into this rank's slot, which is the input."""
+        full = self._allocate(self._full_numel)
+        packed_numel = self._info.shard_size * self.slot_numel
+        if self._packed is None:
+            self._packed = torch.empty(packed_numel, dtype=self.dtype, device=self._info.device)
+            self._map_copies(full, self._packed)
+        else:
+            self._packed.untyped_storage().resize_(packed_numel * self.dtype.itemsize)
+        assert self._own is not None
+        shards = [local for p in self.parameters if (local := p.local).numel()]
+        if shards:
+            torch._foreach_copy_(self._copy_in, shards)
+            counters.copied_bytes += sum(s.numel() for s in shards) * self.dtype.itemsize
+        return self._packed, self._own
+
+    def _map_copies(self, full: torch.Tensor, packed: torch.Tensor) -> None:
+        """Makes the views between which a gather copies; they stay valid when the storages are emptied and refilled."""
+        slots = packed.view(self._info.shard_size, self.slot_numel)
+        self._own = slots[self._info.shard_rank]
+        targets, sources = self._copy_out
+        for parameter, start, offset in zip(self.parameters, self._offsets, self.slot_offsets):
+            slot = parameter.slot
+            own = self._own.narrow(0, offset, slot.slot_numel).view(slot.slot_shape)
+            if length := slot.length(self._info.shard_rank):
+                self._copy_in.append(own.narrow(slot.dim, 0, length))
+            mine = full.narrow(0, start, slot.numel)
+            for target, source in _rank_pieces(parameter, mine, slots.narrow(1, offset, slot.slot_numel)):
+                targets.append(target)
+                sources.append(source)
+
+    def finish_gather(self, counters: Counters) -> None:
+        """Copies the full tensors out of the packed one, which is freed."""
+        torch._foreach_copy_(*self._copy_out)
+        counters.copied_bytes += self._numel * self.dtype.itemsize
+        self._release_packed()
+        for parameter in self.parameters:
+            parameter.install_full()
+
+    def release_full(self) -> None:
+        """As `Operand.release_full`; drops the packed tensor of a gather that was not finished."""
+        self._release_packed()
+        super().release_full()
+
+    def _release_packed(self) -> None:
+        if self._packed is not None:
+            self._packed.untyped_storage().resize_(0)
+
+    def _bind(self, buffer: torch.Tensor) -> None:
+        for parameter, start in zip(self.parameters, self._offsets):
+            slot = parameter.slot
+            parameter.bind_full(buffer.narrow(0, start, slot.numel).view(slot.shape))
+
+    def reduction_operand(
+        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
+    ) -> torch.Tensor:
+        """The slots of all gradients side by side: one copy, for uneven or inner dims two."""
+        size = self._info.shard_size
+        pieces = []
+        for parameter, gradient in zip(self.parameters, gradients):
+            slot = parameter.slot
+            if gradient is not None and slot.is_row_major and slot.is_even and gradient.is_contiguous():
+                pieces.append(gradient.view(size, -1))  # cast on the way into the pack
+            else:
+                pieces.append(parameter.reduction_operand(gradient, dtype, counters).view(size, -1))
+        packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
+        torch.cat(pieces, dim=1, out=packed)
+        counters.copied_bytes += packed.numel() * dtype.itemsize
+        return packed.view(-1)
+
+
+def _rank_pieces(
+    parameter: ShardedParameter, full: torch.Tensor, slots: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equally shaped views, (part of the full tensor, part of the slots), that cover the parameter once.
+
+    Args:
+        parameter: The parameter.
+        full: Its elements, 1-D, at least `slot.numel`.
+        slots: Its slots, (group size, `slot.slot_numel`), possibly with strides.
+    """
+    slot = parameter.slot
+    if slot.is_row_major:
+        whole, rest = divmod(slot.numel, slot.slot_numel)
+        end = whole * slot.slot_numel
+        pairs = [(full[:end].view(whole, slot.slot_numel), slots[:whole])] if whole else []
+        return [*pairs, (full[end : end + rest], slots[whole, :rest])] if rest else pairs
+    full = full[: slot.numel].view(slot.shape)
+    pairs = []
+    for rank in range(slot.group_size):
+        if length := slot.length(rank):
+            source = slots[rank].view(slot.slot_shape).narrow(slot.dim, 0, length)
+            pairs.append((full.narrow(slot.dim, slot.offset(rank), length), source))
+    return pairs
