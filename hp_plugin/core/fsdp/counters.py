@@ -1,8 +1,35 @@
-"""What the engine did, as plain integers that a test can hold against a formula."""
+"""What the engine did, as plain integers that a test can hold against a formula, and for what it waited."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import contextlib
+import enum
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+
+class WaitCause(str, enum.Enum):
+    """Why the thread that computes waited."""
+
+    ALL_GATHER = "all_gather"
+    """For the parameters of the unit that runs next. Unavoidable where the gather is late."""
+    WINDOW = "window"
+    """For a buffer beside `.grad`: all that the window allows hold sums that cross between supernodes."""
+    END_OF_BACKWARD = "end_of_backward"
+    """For the reductions that are still under way when the last gradient has been computed."""
+
+
+@dataclass
+class Wait:
+    """Host waits of one cause. On devices that wait on streams the seconds are those of queueing the wait."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+def _no_waits() -> dict[str, Wait]:
+    return {cause.value: Wait() for cause in WaitCause}
 
 
 @dataclass
@@ -18,16 +45,30 @@ class Counters:
     reduce_scatters: int = 0
     """Units reduced inside the supernode."""
     all_reduces: int = 0
-    """Reductions between supernodes."""
+    """Reductions between supernodes: messages, each of one bucket."""
     all_gather_bytes: int = 0
     reduce_scatter_bytes: int = 0
     all_reduce_bytes: int = 0
     copied_bytes: int = 0
-    """Bytes written by copies of our own: casts, padding, shards on a dim other than 0. Transport is not counted."""
+    """Bytes written by copies of our own: casts, padding, packs, shards on a dim other than 0. Transport is not counted."""
     gradient_dtensors_built: int = 0
     """DTensor wrappers constructed for `.grad`: one per parameter and buffer, none in a steady step."""
+    waits: dict[str, Wait] = field(default_factory=_no_waits)
+    """Host waits of the thread that computes, by the value of their `WaitCause`."""
+
+    @contextlib.contextmanager
+    def waiting(self, cause: WaitCause) -> Iterator[None]:
+        """Counts what runs inside as one wait."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            wait = self.waits[cause.value]
+            wait.count += 1
+            wait.seconds += time.perf_counter() - start
 
     def reset(self) -> None:
         """Sets every counter to zero."""
-        for field in fields(self):
-            setattr(self, field.name, 0)
+        fresh = Counters()
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))

@@ -1,140 +1,222 @@
-"""Reducing gradients over both tiers without making backward wait for the slow one.
+"""Reducing gradients over both tiers without making backward wait for either.
 
-Unit i's reduce-scatter is issued when its gradients are complete. The inter-supernode reduction of the unit before it
-in backward order follows behind, since its own reduce-scatter has had one unit's backward to finish. Nothing waits for
-an inter-supernode reduction before the end of backward. The order of every collective follows from the order of the
-units alone, so all ranks agree on it.
+When the gradients of unit i are complete, the thread that computes issues its reduce-scatter and goes on. What follows
+is queued on the lane of the unit's group: wait for the reduce-scatter, add to an earlier partial sum, and, when the last
+unit of a bucket is there, issue the reduction of the bucket between supernodes. So the slow link starts as soon as its
+operand exists, while backward works on the units before. Nothing waits for the slow link but the end of backward and,
+where sums need buffers beside `.grad`, the window of those buffers.
+
+The order of collectives in every group follows from the order in which units are submitted, so all ranks agree on it.
+`docs/schedule.md` shows it as a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.bucket import Bucket, Member
+from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
-from hp_plugin.core.transport import C10dTransport, Pending
-from hp_plugin.core.transport.c10d import all_reduce_sum
+from hp_plugin.core.fsdp.schedule import Schedule
+from hp_plugin.core.kernels import accumulate_scaled_
+from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
+from hp_plugin.core.transport.c10d import PendingCopies
+from hp_plugin.core.transport.lane import Ticket
 
 
 @dataclass
 class Reduction:
-    """One unit's gradients of one backward on their way to `.grad`.
+    """One unit's gradients of one backward, to be reduced.
 
     Attributes:
-        gradients: Storage of the unit.
-        operands: Inputs of the reduce-scatter, one per parameter of `gradients`.
+        operands: Inputs of the reduce-scatter, one per operand of the unit, 1-D.
         transport: Collectives of the shard group; None where the group has one rank.
-        replicate_group: Ranks that hold the same shard; None where there is one replica.
-        all_reduce: Whether this backward reduces between supernodes and delivers `.grad`. False: the result stays a
-            partial sum of the supernode.
+        all_reduce: Whether the sum crosses between supernodes and becomes `.grad`. False: it stays a partial sum.
         divide_factor: The sum over all ranks is divided by it.
     """
 
-    gradients: UnitGradients
     operands: list[torch.Tensor]
     transport: C10dTransport | None
-    replicate_group: dist.ProcessGroup | None
     all_reduce: bool
     divide_factor: float
-    _scattered: torch.Tensor | None = None
-    _intra: Pending | None = None
-    _inter: Pending | None = None
 
-    def start_intra(self, counters: Counters) -> None:
-        """Issues the reduction inside the supernode."""
-        self._scattered = self.gradients.target()
-        slots = self.gradients.slots(self._scattered)
-        if self.transport is None:
-            for slot, operand in zip(slots, self.operands):
-                slot.copy_(operand)
-                counters.copied_bytes += slot.numel() * slot.dtype.itemsize
-            self.operands = []
-            return
-        self._intra = self.transport.reduce_scatter(slots, self.operands)
-        counters.reduce_scatters += 1
-        counters.reduce_scatter_bytes += sum(o.numel() * o.dtype.itemsize for o in self.operands)
 
-    def start_inter(self, counters: Counters) -> None:
-        """Waits for the reduction inside the supernode and issues the one between supernodes."""
-        if self._intra is not None:
-            self._intra.wait()
-            self._intra = None
-        self.operands = []
-        assert self._scattered is not None
-        partial = self.gradients.accumulate(self._scattered)
-        self._scattered = None
-        if self.all_reduce and self.replicate_group is not None:
-            self._inter = all_reduce_sum(partial, self.replicate_group)
-            counters.all_reduces += 1
-            counters.all_reduce_bytes += partial.numel() * partial.dtype.itemsize
+@dataclass
+class Crossing:
+    """A bucket on its way between supernodes.
 
-    def discard(self) -> None:
-        """Waits for what is in flight and drops the result, the unit's partial sum included."""
-        for pending in (self._intra, self._inter):
-            if pending is not None:
-                pending.wait()
-        self.operands = []
-        self.gradients.partial = None
+    Attributes:
+        bucket: The bucket.
+        members: The units whose sums cross, with the factor of their delivery.
+        tickets: Jobs of the lane that must have run.
+        messages: What crosses; filled by the last of those jobs.
+    """
+
+    bucket: Bucket
+    members: dict[UnitGradients, float]
+    tickets: list[Ticket]
+    messages: list[tuple[Pending, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Waits for the reduction between supernodes and delivers `.grad`."""
-        if self._inter is not None:
-            self._inter.wait()
-            self._inter = None
-        if self.all_reduce:
-            self.gradients.deliver(1.0 / self.divide_factor)
+        """Waits for the reduction between supernodes and delivers every `.grad`."""
+        for ticket in self.tickets:
+            ticket.wait()
+        for pending, message, wire in self.messages:
+            pending.wait()
+            if wire is not message:
+                message.copy_(wire)
+        for unit, scale in self.members.items():
+            unit.is_in_flight = False
+            unit.deliver(scale)
+        self.bucket.release_side()
 
 
 class ReductionPipeline:
-    """All reductions of one root module in flight on this rank, in the order in which they were submitted.
+    """All reductions of one root module in flight on this rank.
 
     Args:
-        counters: Where collectives are counted.
+        counters: Where collectives and waits are counted.
+        window: How many buffers beside `.grad` may exist while their sums cross between supernodes.
     """
 
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self._scattering: Reduction | None = None
-        self._reducing: list[Reduction] = []
+    def __init__(self, counters: Counters, window: int) -> None:
+        self.counters = counters
+        self.window = window
+        self.buckets: list[Bucket] = []
+        self.schedule: Schedule | None = None
+        self._bucket_of: dict[UnitGradients, Bucket] = {}
+        self._crossing: list[Crossing] = []
 
-    def submit(self, gradients: UnitGradients, make: Callable[[], Reduction]) -> None:
-        """Starts a reduction and lets the one before it go on to the slow link.
+    def use(self, buckets: Sequence[Bucket]) -> None:
+        """Sets the buckets. Nothing may be in flight."""
+        self.buckets = list(buckets)
+        self._bucket_of = {unit: bucket for bucket in buckets for unit in bucket.units}
+
+    # ---- during backward --------------------------------------------------------------------------------------------
+
+    def submit(self, unit: UnitGradients, make: Callable[[], Reduction]) -> None:
+        """Starts the reduction of a unit; does not wait for it.
 
         Args:
-            gradients: Storage of the unit.
+            unit: A unit of one of the buckets.
             make: Makes the reduction. Called after an earlier reduction of the same unit, if any, has delivered.
         """
-        if any(r.gradients is gradients for r in self._in_flight()):
-            self.flush()
+        bucket = self._bucket_of[unit]
+        if unit.is_in_flight:
+            self._finish_until(lambda: not unit.is_in_flight)
         reduction = make()
-        previous, self._scattering = self._scattering, reduction
-        if previous is not None:
-            # First what the slow link can start with, then the new reduce-scatter: on a backend whose launches queue
-            # (one stream), the other order would put the slow link behind a reduction that has only begun.
-            previous.start_inter(self._counters)
-            self._reducing.append(previous)
-        reduction.start_intra(self._counters)
+        self._start_intra(bucket, unit, reduction)
+        bucket.round[unit] = Member(all_reduce=reduction.all_reduce, scale=1.0 / reduction.divide_factor)
+        if bucket.is_complete:
+            self._launch(bucket)
+
+    def _start_intra(self, bucket: Bucket, unit: UnitGradients, reduction: Reduction) -> None:
+        """Issues the reduction inside the supernode and queues what completes the partial sum."""
+        earlier = unit.partial
+        if earlier is None:
+            target = bucket.begin_sum(unit, before_side=self._make_room)
+        else:
+            target = torch.empty_like(earlier)
+        slots, operands = unit.slots(target), reduction.operands
+        if reduction.transport is None:
+            pending: Pending = PendingCopies(slots, operands)
+            self.counters.copied_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
+        else:
+            pending = reduction.transport.reduce_scatter(slots, operands)
+            self.counters.reduce_scatters += 1
+            self.counters.reduce_scatter_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
+            self._note("intra", "reduce-scatter", [unit])
+
+        def complete() -> None:
+            bucket.lane.protect(operands)
+            pending.wait()
+            if earlier is not None:
+                accumulate_scaled_(earlier, target, 1.0)
+
+        bucket.tickets.append(bucket.lane.submit(complete))
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Sends what has been submitted of a bucket across, behind the jobs that complete it."""
+        members = {unit: member.scale for unit, member in bucket.round.items() if member.all_reduce}
+        bucket.round = {}
+        if not members:
+            return
+        crossing = Crossing(bucket, members, bucket.tickets)
+        bucket.tickets = []
+        for unit in members:
+            unit.is_in_flight = True
+        self._crossing.append(crossing)
+        route = bucket.route
+        if route.group is None:
+            return
+        messages = bucket.messages(list(members))
+        for message in messages:
+            self.counters.all_reduces += 1
+            self.counters.all_reduce_bytes += message.numel() * route.wire_dtype.itemsize
+            if route.wire_dtype != route.dtype:
+                self.counters.copied_bytes += message.numel() * (route.wire_dtype.itemsize + route.dtype.itemsize)
+        self._note("inter", "all-reduce", list(members))
+        crossing.tickets.append(bucket.lane.submit(lambda: self._cross(crossing, messages)))
+
+    def _cross(self, crossing: Crossing, messages: list[torch.Tensor]) -> None:
+        """Runs on the lane: issues the reduction between supernodes. Its result is waited for elsewhere."""
+        route = crossing.bucket.route
+        assert route.group is not None
+        for message in messages:
+            wire = message.to(route.wire_dtype)
+            crossing.messages.append((all_reduce_sum(wire, route.group), message, wire))
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Makes sure that one more side buffer fits into the window."""
+        if self._sides_crossing() >= self.window:
+            with self.counters.waiting(WaitCause.WINDOW):
+                self._finish_until(lambda: self._sides_crossing() < self.window)
+
+    def _sides_crossing(self) -> int:
+        return sum(crossing.bucket.has_side for crossing in self._crossing)
+
+    def _finish_until(self, is_enough: Callable[[], bool]) -> None:
+        while self._crossing and not is_enough():
+            self._crossing.pop(0).finish()
+
+    def end_round(self) -> None:
+        """End of a backward: sends what has been submitted of buckets of which some unit took no part."""
+        for bucket in self.buckets:
+            if bucket.round:
+                self._launch(bucket)
 
     def flush(self) -> None:
-        """Waits for everything in flight; every `.grad` is then final."""
-        if self._scattering is not None:
-            self._scattering.start_inter(self._counters)
-            self._reducing.append(self._scattering)
-            self._scattering = None
-        reducing, self._reducing = self._reducing, []
-        for reduction in reducing:
-            reduction.finish()
+        """Waits for everything that crosses; every `.grad` is then final."""
+        if self._crossing:
+            with self.counters.waiting(WaitCause.END_OF_BACKWARD):
+                self._finish_until(lambda: False)
 
     def discard(self) -> None:
         """Drops everything in flight: the backward that submitted it has failed, alike on every rank."""
-        for reduction in self._in_flight():
-            reduction.discard()
-        self._scattering = None
-        self._reducing = []
+        for bucket in self.buckets:
+            _outlive(bucket.tickets, ())
+        for crossing in self._crossing:
+            _outlive(crossing.tickets, crossing.messages)
+        self._crossing = []
+        for bucket in self.buckets:
+            bucket.abandon()
 
-    def _in_flight(self) -> list[Reduction]:
-        return self._reducing if self._scattering is None else [*self._reducing, self._scattering]
+    def _note(self, stream: str, event: str, units: Sequence[UnitGradients]) -> None:
+        if self.schedule is not None:
+            self.schedule.note(stream, event, [unit.name for unit in units])
+
+
+def _outlive(tickets: Sequence[Ticket], messages: Sequence[tuple[Pending, torch.Tensor, torch.Tensor]]) -> None:
+    """Waits for all of it, whether it fails or not: the memory it works in is about to be given up."""
+    for ticket in tickets:
+        with contextlib.suppress(Exception):
+            ticket.wait()
+    for pending, _, _ in messages:
+        with contextlib.suppress(Exception):
+            pending.wait()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hp_plugin.core.fsdp.bucket import Bucket, Route, compose
 from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.fsdp.reduction import ReductionPipeline
 from hp_plugin.core.fsdp.unit import Unit
+from hp_plugin.core.topology import measure_link
 from hp_plugin.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+_DEFAULT_MESSAGE_BYTES = 4 << 20
+"""Where the link cannot be measured."""
 
 
 class Root:
@@ -21,16 +31,18 @@ class Root:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        import types; self.options = types.SimpleNamespace(bucket_bytes=None, window=2)
         self.units: list[Unit] = []
         """In order of `modules()` of the root, the root unit first."""
         self.counters = Counters()
-        self.pipeline = ReductionPipeline(self.counters)
+        self.pipeline = ReductionPipeline(self.counters, window=2)
         self.is_last_backward = True
         self.is_in_training_forward = False
         """Whether the root's forward runs, with gradients enabled at its start."""
         self._backward_is_open = False
         self._forward_order: list[Unit] = []
         self._order_is_recorded = False
+        self._link_bytes: dict[dist.ProcessGroup, int] = {}
         self._collect()
 
     def _collect(self) -> None:
@@ -58,10 +70,9 @@ class Root:
     # ---- order ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Called when the root's forward starts, outside backward: the last backward must be over and delivered."""
+        """Called when the root's forward starts, outside backward. A backward that is still open has failed."""
         if self._backward_is_open:
             self._abandon_backward()
-        self.pipeline.flush()
         self.is_in_training_forward = torch.is_grad_enabled()
 
     def _abandon_backward(self) -> None:
@@ -100,9 +111,11 @@ class Root:
     # ---- backward ---------------------------------------------------------------------------------------------------
 
     def open_backward(self) -> None:
-        """Called when backward reaches the first unit: arranges that `close_backward` runs when it ends."""
+        """Called when backward reaches the first unit: plans reductions, arranges for `close_backward` at its end."""
         if not self._backward_is_open:
             self._backward_is_open = True
+            if not all(unit.gradients_are_planned for unit in self.units):
+                self.plan_reductions()
             torch.autograd.Variable._execution_engine.queue_callback(self.close_backward)
 
     def close_backward(self) -> None:
@@ -120,6 +133,7 @@ class Root:
             elif unit.phase is Phase.GATHERING:
                 # Prefetched for a backward that never came: its output was not used in the loss.
                 unit.reshard("end of backward")
+        self.pipeline.end_round()
         if self.is_last_backward:
             self.pipeline.flush()
 
@@ -130,6 +144,42 @@ class Root:
         else:
             unit.enter(Phase.UNSHARDED, "post-backward")
         unit.submit_gradients()
+
+
+    def plan_reductions(self) -> None:
+        """Puts the gradients of all units into buckets. Every rank calls it at the start of its first backward.
+
+        Units are taken in reverse order of `modules()`, which is that of backward where modules run in the order in
+        which they are defined. Raises HyperParallelError while sums of earlier micro-batches wait for their reduction.
+        """
+        self.pipeline.flush()
+        planned = [(unit, unit.plan_gradients()) for unit in reversed(self.units)]
+        by_route: dict[Route, list[tuple[Unit, UnitGradients]]] = {}
+        for unit, gradients in planned:
+            if gradients is not None:
+                by_route.setdefault(unit.route, []).append((unit, gradients))
+        buckets = []
+        for route, members in by_route.items():
+            sizes = [gradients.numel * route.wire_dtype.itemsize for _, gradients in members]
+            position = 0
+            for count in compose(sizes, self._message_bytes(route, members[0][0].info.device)):
+                taken = members[position : position + count]
+                position += count
+                buckets.append(Bucket([g for _, g in taken], route, taken[0][0].lane, taken[0][0].info.device))
+        order = {gradients: position for position, (_, gradients) in enumerate(planned)}
+        self.pipeline.use(sorted(buckets, key=lambda bucket: order[bucket.units[0]]))
+
+    def _message_bytes(self, route: Route, device: torch.device) -> int:
+        """Bytes of a message between supernodes: as configured, else what suits the link."""
+        if route.group is None:
+            return 0  # nothing crosses, nothing is gained by waiting for one another
+        if self.options.bucket_bytes is not None:
+            return self.options.bucket_bytes
+        if route.group not in self._link_bytes:
+            link = measure_link(route.group, device)
+            self._link_bytes[route.group] = _DEFAULT_MESSAGE_BYTES if link is None else link.message_bytes
+            _log.info("link between supernodes: %s; bucket_bytes=%d", link, self._link_bytes[route.group])
+        return self._link_bytes[route.group]
 
 
 def unit_of(module: nn.Module) -> Unit | None:

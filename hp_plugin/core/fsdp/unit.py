@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hp_plugin.core.fsdp.bucket import Route
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.operand import group_operands
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
@@ -16,7 +17,7 @@ from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
 from hp_plugin.core.fsdp.reduction import Reduction
 from hp_plugin.core.kernels import accumulate_scaled_
-from hp_plugin.core.transport import C10dTransport, Pending
+from hp_plugin.core.transport import C10dTransport, Lane, Pending, lane_of
 from hp_plugin.errors import HyperParallelError
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Unit:
         self._root: Root | None = None
         self._phase = Phase.SHARDED
         self._gather: Pending | None = None
-        self._gradients: UnitGradients | None = None
+        self.gradients: UnitGradients | None = None
+        """Storage of the sharded gradients; exists from the first reduction on."""
         self._transport = C10dTransport(info.shard_group) if info.shard_size > 1 else None
 
     # ---- identity ---------------------------------------------------------------------------------------------------
@@ -175,34 +177,78 @@ class Unit:
     def submit_gradients(self) -> None:
         """Hands the gradients of this backward to the reduction, or keeps them unsharded where sync is off."""
         self.awaits_reduction = False
-        trainable = [p for p in self.parameters if p.sharded.requires_grad]
+        trainable = self.trainable
         if not trainable:
             return
         if not self.requires_gradient_sync:
             for parameter in trainable:
                 self._keep_unsharded(parameter)
             return
-        storage = self._gradient_storage(trainable)
-        self.root.pipeline.submit(storage, lambda: self._reduction(storage))
+        gradients = self.gradients
+        assert gradients is not None, "planned when backward opened"
+        self.root.pipeline.submit(gradients, lambda: self._reduction(gradients))
 
-    def _reduction(self, storage: UnitGradients) -> Reduction:
+    @property
+    def trainable(self) -> list[ShardedParameter]:
+        """The parameters that require a gradient now."""
+        return [p for p in self.parameters if p.sharded.requires_grad]
+
+    @property
+    def gradients_are_planned(self) -> bool:
+        """Whether `gradients` is for the parameters that are trainable now."""
+        planned = self.gradients.parameters if self.gradients is not None else []
+        return planned == self.trainable
+
+    def plan_gradients(self) -> UnitGradients | None:
+        """Makes the storage of the gradients anew, for the parameters that are trainable now; None where none is.
+
+        Raises:
+            HyperParallelError: While a sum of earlier micro-batches is not yet reduced.
+        """
+        if self.gradients is not None and self.gradients.partial is not None:
+            raise HyperParallelError(
+                f"unit {self.name}: requires_grad of a parameter changed while gradients of earlier micro-batches "
+                "wait for their reduction between supernodes; change it after a backward with "
+                "set_requires_all_reduce(True)"
+            )
+        trainable = self.trainable
+        self.gradients = None
+        if trainable:
+            operands = group_operands(trainable)
+            self.gradients = UnitGradients(self.name, operands, self.reduce_dtype, self.root.counters)
+        return self.gradients
+
+    @property
+    def route(self) -> Route:
+        """How sums of this unit travel between supernodes."""
+        dtype = self.reduce_dtype
+        return Route(self.info.replicate_group, dtype, self.policy.inter_reduce_dtype or dtype)
+
+    @property
+    def lane(self) -> Lane:
+        """Where what follows a reduce-scatter of this unit is queued: one issuing thread for each group."""
+        shard_group = self.info.shard_group if self.info.shard_size > 1 else None
+        return lane_of(self.info.replicate_group or shard_group, self.info.device.type)
+
+    def _reduction(self, gradients: UnitGradients) -> Reduction:
         operands = []
-        for parameter in storage.parameters:
-            gradient: torch.Tensor | None = None
-            if parameter.unsharded_gradient is not None:
-                self._keep_unsharded(parameter)
-                gradient, parameter.unsharded_gradient = parameter.unsharded_gradient, None
-            else:
-                gradient = parameter.take_gradient()
-            operands.append(parameter.reduction_operand(gradient, storage.dtype, self.root.counters))
+        for operand in gradients.operands:
+            taken = [self._taken_gradient(parameter) for parameter in operand.parameters]
+            operands.append(operand.reduction_operand(taken, gradients.dtype, self.root.counters))
         return Reduction(
-            gradients=storage,
             operands=operands,
             transport=self._transport,
-            replicate_group=self.info.replicate_group,
             all_reduce=self.requires_all_reduce,
             divide_factor=self.divide_factor,
         )
+
+    def _taken_gradient(self, parameter: ShardedParameter) -> torch.Tensor | None:
+        """The gradient of this backward and of earlier ones that did not communicate; `parameter` loses it."""
+        if parameter.unsharded_gradient is None:
+            return parameter.take_gradient()
+        self._keep_unsharded(parameter)
+        gradient, parameter.unsharded_gradient = parameter.unsharded_gradient, None
+        return gradient
 
     def _keep_unsharded(self, parameter: ShardedParameter) -> None:
         gradient = parameter.take_gradient()
@@ -212,19 +258,6 @@ class Unit:
             parameter.unsharded_gradient = gradient.to(self.reduce_dtype)
         else:
             accumulate_scaled_(parameter.unsharded_gradient, gradient, 1.0)
-
-    def _gradient_storage(self, trainable: list[ShardedParameter]) -> UnitGradients:
-        storage = self._gradients
-        if storage is None or [id(p) for p in storage.parameters] != [id(p) for p in trainable]:
-            if storage is not None and storage.partial is not None:
-                raise HyperParallelError(
-                    f"unit {self.name}: requires_grad of a parameter changed while gradients of earlier micro-batches "
-                    "wait for their reduction between supernodes; change it after a backward with "
-                    "set_requires_all_reduce(True)"
-                )
-            storage = UnitGradients(trainable, self.reduce_dtype, self.info.device, self.root.counters)
-            self._gradients = storage
-        return storage
 
     def describe(self) -> dict[str, Any]:
         """Sizes and dtypes of the unit as data: parameters, elements, bytes at rest and unsharded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from hp_plugin.core.transport.c10d import C10dTransport, Pending
+from hp_plugin.core.transport.c10d import C10dTransport, Pending, all_reduce_sum
+from hp_plugin.core.transport.lane import Lane, Ticket, lane_of
 
-__all__ = ["C10dTransport", "Pending"]
+__all__ = ["C10dTransport", "Lane", "Pending", "Ticket", "all_reduce_sum", "lane_of"]

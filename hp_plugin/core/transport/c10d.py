@@ -19,6 +19,10 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# gloo runs a reduce-scatter as an all-reduce of a copy. Exchanging slices and adding them up in rank order moves half the
+# bytes, needs no copy of what this rank sends, and takes 40 % of the time (4 operands of 0.8 MB, 2 ranks: 2.8 ms for 7.3).
+_REDUCES_WHOLE_OPERANDS = frozenset({"gloo"})
+
 # gloo's coalesced all-gather packs all operands into a buffer of its own and unpacks it afterwards; separate calls, all
 # in flight at once, take a third of its time (10 operands of 1.6 MB, 2 ranks). Its coalesced reduce-scatter does not.
 _PACKS_COALESCED_ALL_GATHER = frozenset({"gloo"})
@@ -42,6 +46,59 @@ class Pending:
         self._keep = ()
 
 
+class PendingExchange(Pending):
+    """A reduce-scatter as an exchange of slices in flight; `wait` adds them up.
+
+    Args:
+        works: The exchanges.
+        outputs: Where the sums go, 1-D.
+        received: What the exchanges write: one slice of `outputs[i].numel()` elements per rank, in rank order.
+        inputs: What they read.
+    """
+
+    __slots__ = ("_outputs", "_received")
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(works, inputs)
+        self._outputs = outputs
+        self._received = received
+
+    def wait(self) -> None:
+        """Blocks until every slice is here and leaves the sums, formed in rank order, in the outputs. Idempotent."""
+        super().wait()
+        for output, received in zip(self._outputs, self._received):
+            _sum_slices(output, received)
+        self._outputs = self._received = ()
+
+
+class PendingCopies(Pending):
+    """The reduce-scatter of a group of one rank: `wait` copies inputs to outputs.
+
+    Args:
+        outputs: 1-D tensors.
+        inputs: Tensors of the same lengths.
+    """
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__((), inputs)
+        self._outputs = outputs
+
+    def wait(self) -> None:
+        """Copies. Idempotent."""
+        for output, operand in zip(self._outputs, self._keep):
+            output.copy_(operand)
+        self._outputs = ()
+        super().wait()
+
+
 class C10dTransport:
     """All-gather and reduce-scatter inside one shard group.
 
@@ -55,6 +112,7 @@ class C10dTransport:
         self._coalesce_all_gather = (
             self.capabilities.coalesced_all_gather and self.capabilities.backend not in _PACKS_COALESCED_ALL_GATHER
         )
+        self._exchanges = self.capabilities.backend in _REDUCES_WHOLE_OPERANDS
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
         """Gathers `inputs[i]` of all ranks, in rank order, into `outputs[i]`.
@@ -83,8 +141,10 @@ class C10dTransport:
                 They must not change before the returned handle has been waited for.
 
         Returns:
-            The collective in flight.
+            The collective in flight. Its `wait` may run on another thread; on gloo it does the summing.
         """
+        if self._exchanges:
+            return self._exchange(outputs, inputs)
         works: list[Any] = []
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
             if len(outs) > 1:
@@ -97,10 +157,27 @@ class C10dTransport:
                 )
         return Pending(works, [*outputs, *inputs])
 
+    def _exchange(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
+        received = [torch.empty_like(operand) for operand in inputs]
+        works = [
+            dist.all_to_all_single(into, operand, group=self.group, async_op=True)
+            for into, operand in zip(received, inputs)
+        ]
+        return PendingExchange(works, outputs, received, inputs)
+
 
 def all_reduce_sum(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Sums `buffer` over the ranks of `group` in place, asynchronously. Every rank of the group must call."""
     return Pending([dist.all_reduce(buffer, op=dist.ReduceOp.SUM, group=group, async_op=True)], [buffer])
+
+
+def _sum_slices(output: torch.Tensor, received: torch.Tensor) -> None:
+    """Sums the equal slices of `received` into `output`, always in the same order."""
+    slices = received.view(-1, output.numel())
+    if len(slices) == 2:
+        torch.add(slices[0], slices[1], out=output)  # one pass; for narrow dtypes exact before its one rounding
+    else:
+        torch.sum(slices, dim=0, out=output)
 
 
 def _launches(

@@ -1,0 +1,160 @@
+"""Buckets: the gradients of neighbouring units that cross between supernodes in one message.
+
+A slow link wants few, large messages. What is in a bucket depends on the configuration alone (the units, their sizes and
+dtypes, the bucket size), never on what arrives when, so all ranks agree on it without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.slot import aligned_offsets
+from hp_plugin.core.transport.lane import Lane, Ticket
+
+
+@dataclass(frozen=True)
+class Route:
+    """How sums of a unit travel between supernodes. Units of one bucket share it.
+
+    Attributes:
+        group: Ranks that hold the same shard; None where there is one replica.
+        dtype: Dtype in which sums are kept.
+        wire_dtype: Dtype in which they cross; a cast each way where it is not `dtype`.
+    """
+
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+
+
+@dataclass
+class Member:
+    """A unit's part in the current round of its bucket, from its submission to the launch of the bucket.
+
+    Attributes:
+        all_reduce: Whether its sum crosses between supernodes and is delivered; else it stays a partial sum.
+        scale: Factor of the delivery.
+    """
+
+    all_reduce: bool
+    scale: float
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Units whose sums are adjacent in one buffer and leave together.
+
+    Attributes:
+        units: In the order of their slices, which is that of backward.
+        route: How their sums travel.
+        lane: Where everything that follows a reduce-scatter is queued.
+        device: Of the buffers.
+        round: What has been submitted since the last launch, in order of submission.
+        tickets: Jobs of the lane that complete the sums submitted.
+    """
+
+    units: Sequence[UnitGradients]
+    route: Route
+    lane: Lane
+    device: torch.device
+    round: dict[UnitGradients, Member] = field(default_factory=dict)
+    tickets: list[Ticket] = field(default_factory=list)
+    _flat: torch.Tensor | None = None
+    _side: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        offsets, self.numel = aligned_offsets([u.numel for u in self.units], 1)
+        self._offsets = dict(zip(self.units, offsets))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a buffer."""
+        return self.numel * self.route.dtype.itemsize
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every unit has been submitted since the last launch."""
+        return len(self.round) == len(self.units)
+
+    @property
+    def has_side(self) -> bool:
+        """Whether it holds a buffer beside `.grad`."""
+        return self._side is not None
+
+    # ---- buffers ----------------------------------------------------------------------------------------------------
+
+    def begin_sum(self, unit: UnitGradients, *, before_side: Callable[[], None]) -> torch.Tensor:
+        """Starts the partial sum of `unit`: chooses its place and returns it, 1-D, to be overwritten.
+
+        Args:
+            unit: One of `units`, without a partial sum.
+            before_side: Called before a side buffer is allocated.
+        """
+        if unit.flat_is_free:
+            unit.partial = self._flat_slice(unit)
+        else:
+            if self._side is None:
+                before_side()
+                self._side = self._new_buffer()
+            if unit.reduces_in_grad:
+                self._flat_slice(unit)
+            unit.partial = self._slice(self._side, unit)
+        return unit.partial
+
+    def _flat_slice(self, unit: UnitGradients) -> torch.Tensor:
+        if self._flat is None:
+            self._flat = self._new_buffer()
+            for each in self.units:
+                if each.reduces_in_grad:
+                    each.use_flat(self._slice(self._flat, each))
+        return unit.flat
+
+    def release_side(self) -> None:
+        """Drops the side buffer once no partial sum lies in it."""
+        if all(unit.partial is None or unit.sums_in_flat for unit in self.units):
+            self._side = None
+
+    def _new_buffer(self) -> torch.Tensor:
+        # Zeros: the gaps between slots cross with the rest and must not grow into inf or nan.
+        return torch.zeros(self.numel, dtype=self.route.dtype, device=self.device)
+
+    def _slice(self, buffer: torch.Tensor, unit: UnitGradients) -> torch.Tensor:
+        return buffer.narrow(0, self._offsets[unit], unit.numel)
+
+    def messages(self, units: Sequence[UnitGradients]) -> list[torch.Tensor]:
+        """The partial sums of `units` as few contiguous 1-D tensors: one where all of a bucket lies in one buffer."""
+        runs: list[tuple[torch.Tensor, int, int]] = []
+        for unit in sorted(units, key=lambda u: self._offsets[u]):
+            buffer = self._flat if unit.sums_in_flat else self._side
+            assert buffer is not None
+            start = self._offsets[unit]
+            if runs and runs[-1][0] is buffer and runs[-1][2] == start:
+                runs[-1] = (buffer, runs[-1][1], start + unit.numel)
+            else:
+                runs.append((buffer, start, start + unit.numel))
+        return [buffer.narrow(0, start, end - start) for buffer, start, end in runs]
+
+    def abandon(self) -> None:
+        """Drops every sum and what is known of the round."""
+        for unit in self.units:
+            unit.partial, unit.is_in_flight = None, False
+        self.round, self.tickets, self._side = {}, [], None
+
+
+def compose(sizes: Sequence[int], limit: int) -> list[int]:
+    """How many consecutive entries of `sizes` each bucket takes: as many as fit into `limit` bytes, at least one."""
+    counts: list[int] = []
+    used = 0
+    for size in sizes:
+        if counts and used + size <= limit:
+            counts[-1] += 1
+            used += size
+        else:
+            counts.append(1)
+            used = size
+    return counts
