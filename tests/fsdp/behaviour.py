@@ -426,7 +426,8 @@ def a_steady_step_builds_no_dtensor_and_the_counts_fit(replicate: int, shard: in
     gathers_per_micro_batch = 2 * (units - 1) + 1  # the root is kept between forward and backward
     assert counters.all_gathers == (gathers_per_micro_batch * micro_batches if shard > 1 else 0)
     assert counters.reduce_scatters == (units * micro_batches if shard > 1 else 0)
-    assert counters.all_reduces == (units if replicate > 1 else 0)
+    # All units together are smaller than the smallest message that a link is given.
+    assert counters.all_reduces == (1 if replicate > 1 else 0)
 
 
 def a_deleted_model_is_freed(replicate: int, shard: int) -> None:

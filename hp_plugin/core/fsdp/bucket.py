@@ -1,7 +1,7 @@
 """Buckets: the gradients of neighbouring units that cross between supernodes in one message.
 
-A slow link wants few, large messages. What is in a bucket depends on the configuration alone (the units, their sizes and
-dtypes, the bucket size), never on what arrives when, so all ranks agree on it without talking.
+A slow link wants few, large messages. What is in a bucket depends on the configuration alone (the units, their sizes
+and dtypes, the bucket size), never on what arrives when, so all ranks agree on it without talking.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Counters:
     reduce_scatter_bytes: int = 0
     all_reduce_bytes: int = 0
     copied_bytes: int = 0
-    """Bytes written by copies of our own: casts, padding, packs, shards on a dim other than 0. Transport is not counted."""
+    """Bytes written by copies of our own: casts, padding, packs, shards on an inner dim. Transport is not counted."""
     gradient_dtensors_built: int = 0
     """DTensor wrappers constructed for `.grad`: one per parameter and buffer, none in a steady step."""
     waits: dict[str, Wait] = field(default_factory=_no_waits)

@@ -23,6 +23,8 @@ class MixedPrecisionPolicy:
         master_dtype: Floating dtype of the shard at rest, thus of what the optimizer updates. None: the dtype that
             the parameter had when it was sharded. A model built in bf16 gets fp32 master weights with
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, master_dtype=torch.float32)`.
+        inter_reduce_dtype: Floating dtype in which sums of a supernode cross to the others. None: `reduce_dtype`. A
+            narrower one halves the bytes on the slow link and rounds each supernode's sum once.
     """
 
     param_dtype: torch.dtype | None = None
@@ -30,6 +32,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     master_dtype: torch.dtype | None = None
+    inter_reduce_dtype: torch.dtype | None = None
 
     @classmethod
     def adopt(cls, policy: MixedPrecisionPolicy | torch_fsdp.MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -1,10 +1,10 @@
 """Reducing gradients over both tiers without making backward wait for either.
 
 When the gradients of unit i are complete, the thread that computes issues its reduce-scatter and goes on. What follows
-is queued on the lane of the unit's group: wait for the reduce-scatter, add to an earlier partial sum, and, when the last
-unit of a bucket is there, issue the reduction of the bucket between supernodes. So the slow link starts as soon as its
-operand exists, while backward works on the units before. Nothing waits for the slow link but the end of backward and,
-where sums need buffers beside `.grad`, the window of those buffers.
+is queued on the lane of the unit's group: wait for the reduce-scatter, add to an earlier partial sum, and, when the
+last unit of a bucket is there, issue the reduction of the bucket between supernodes. So the slow link starts as soon as
+its operand exists, while backward works on the units before. Nothing waits for the slow link but the end of backward
+and, where sums need buffers beside `.grad`, the window of those buffers.
 
 The order of collectives in every group follows from the order in which units are submitted, so all ranks agree on it.
 `docs/schedule.md` shows it as a table.
@@ -26,6 +26,9 @@ from hp_plugin.core.kernels import accumulate_scaled_
 from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
 from hp_plugin.core.transport.c10d import PendingCopies
 from hp_plugin.core.transport.lane import Ticket
+
+DEFAULT_WINDOW = 2
+"""One bucket fills while the one before crosses: fewer leaves the slow link idle, more does not make it faster."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from hp_plugin.core.fsdp.bucket import Bucket, Route, compose
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.phase import Phase
-from hp_plugin.core.fsdp.reduction import ReductionPipeline
+from hp_plugin.core.fsdp.reduction import DEFAULT_WINDOW, ReductionPipeline
 from hp_plugin.core.fsdp.unit import Unit
 from hp_plugin.core.topology import measure_link
 from hp_plugin.errors import ConfigurationError
@@ -31,11 +31,12 @@ class Root:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        import types; self.options = types.SimpleNamespace(bucket_bytes=None, window=2)
         self.units: list[Unit] = []
         """In order of `modules()` of the root, the root unit first."""
         self.counters = Counters()
-        self.pipeline = ReductionPipeline(self.counters, window=2)
+        self.bucket_bytes: int | None = None
+        """Bytes of a message between supernodes; None: what suits the link."""
+        self.pipeline = ReductionPipeline(self.counters, window=DEFAULT_WINDOW)
         self.is_last_backward = True
         self.is_in_training_forward = False
         """Whether the root's forward runs, with gradients enabled at its start."""
@@ -145,7 +146,6 @@ class Root:
             unit.enter(Phase.UNSHARDED, "post-backward")
         unit.submit_gradients()
 
-
     def plan_reductions(self) -> None:
         """Puts the gradients of all units into buckets. Every rank calls it at the start of its first backward.
 
@@ -173,8 +173,8 @@ class Root:
         """Bytes of a message between supernodes: as configured, else what suits the link."""
         if route.group is None:
             return 0  # nothing crosses, nothing is gained by waiting for one another
-        if self.options.bucket_bytes is not None:
-            return self.options.bucket_bytes
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
         if route.group not in self._link_bytes:
             link = measure_link(route.group, device)
             self._link_bytes[route.group] = _DEFAULT_MESSAGE_BYTES if link is None else link.message_bytes

@@ -1,8 +1,9 @@
 """A record of what the engine issued, as the table of `docs/schedule.md`.
 
-Three columns play the three streams: compute (forward and backward of units, and what they wait for), intra (collectives
-inside a supernode), inter (collectives between supernodes). Rows are in the order in which the computing thread decides
-them. An entry of the inter column runs behind the last reduce-scatter of its bucket and beside everything else.
+Three columns play the three streams: compute (forward and backward of units, and what they wait for), intra
+(collectives inside a supernode), inter (collectives between supernodes). Rows are in the order in which the computing
+thread decides them. An entry of the inter column runs behind the last reduce-scatter of its bucket and beside
+everything else.
 """
 
 from __future__ import annotations

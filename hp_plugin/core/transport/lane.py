@@ -42,7 +42,7 @@ class Lane(Protocol):
         """Queues `job`. It must not wait for a job that is submitted later."""
 
     def protect(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps the memory of `tensors` from being reused before the jobs of now are done, if their owner drops them."""
+        """Keeps the memory of `tensors`, once dropped, from being reused before the jobs of now are done."""
 
 
 def lane_of(group: dist.ProcessGroup | None, device_type: str) -> Lane:
