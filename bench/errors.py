@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BenchError(Exception):
-    """What was found, what was expected, and what to change; `python -m bench` prints it and leaves with `exit_code`."""
+    """What was found, what was expected, what to change. `python -m bench` prints it and leaves with `exit_code`."""
 
     exit_code = 1
 
