@@ -23,6 +23,8 @@ from hp_plugin import (
     UnsupportedError,
     fully_shard,
 )
+from hp_plugin.core.fsdp.options import RootOptions
+from hp_plugin.core.fsdp.root import unit_of
 
 
 @pytest.fixture
@@ -42,9 +44,6 @@ def mesh() -> Iterator[DeviceMesh]:
         ("offload_policy", CPUOffloadPolicy()),
         ("offload_policy", TorchCPUOffloadPolicy()),
         ("reshard_after_forward", 2),
-        ("bucket_bytes", 1 << 20),
-        ("window", 2),
-        ("prefetch", 1),
         ("deterministic", True),
     ],
 )
@@ -54,6 +53,38 @@ def test_an_option_that_is_not_built_is_refused_by_name(mesh: DeviceMesh, option
     with pytest.raises(UnsupportedError, match=f"{option}.*use|{option}.*instead"):
         fully_shard(model, mesh=mesh, **{option: value})
     assert model.weight is weight, "a refused call must leave the module as it was"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("bucket_bytes", 0), ("bucket_bytes", 1.5), ("window", 0), ("window", True), ("prefetch", -1)],
+)
+def test_a_number_out_of_range_is_refused(mesh: DeviceMesh, option: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}={value}: expected an integer of at least"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, **{option: value})
+
+
+def test_options_of_the_whole_root_must_agree_where_they_are_given(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=mesh, window=3)
+    fully_shard(model[1], mesh=mesh, prefetch=0)
+    fully_shard(model, mesh=mesh, window=3, bucket_bytes=1)
+    model(torch.ones(1, 2))
+    unit = unit_of(model)
+    assert unit is not None
+    assert unit.root.options == RootOptions(bucket_bytes=1, window=3, prefetch=0)
+
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(other[0], mesh=mesh, window=3)
+    fully_shard(other, mesh=mesh, window=4)
+    with pytest.raises(ConfigurationError, match=r"root \(FSDPSequential\) has window=4 and unit 0 has window=3"):
+        other(torch.ones(1, 2))
+
+
+def test_the_dtype_of_the_slow_link_must_be_floating() -> None:
+    assert MixedPrecisionPolicy(inter_reduce_dtype=torch.bfloat16).inter_reduce_dtype == torch.bfloat16
+    with pytest.raises(ConfigurationError, match=r"inter_reduce_dtype=torch\.int32 is not a floating dtype"):
+        MixedPrecisionPolicy(inter_reduce_dtype=torch.int32)
 
 
 @pytest.mark.parametrize("option", ["transport", "mode", "optimizer_sharding"])

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hp_plugin.core.fsdp.hooks import UnitHooks
 from hp_plugin.core.fsdp.module import install_unit
+from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter, find_owners
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy, refuse_offload
 from hp_plugin.core.fsdp.root import unit_of
@@ -53,8 +54,7 @@ def fully_shard(
     Args:
         module: A module, or a list of modules whose forwards run as one unit.
         mesh: 1-D: parameters are sharded over it. 2-D: replicated over axis 0, which runs between supernodes, and
-        sharded
-            over axis 1, inside one. None: all ranks, with the supernodes found by `Topology.detect`.
+            sharded over axis 1, inside one. None: all ranks, with the supernodes found by `Topology.detect`.
         reshard_after_forward: Release full parameters between forward and backward. None: True, except in the root.
         shard_placement_fn: Which dim of a parameter to shard: `Shard(dim)`, or None for dim 0.
         mp_policy: Dtypes.
@@ -63,9 +63,14 @@ def fully_shard(
         transport: How bytes move inside a supernode. "auto" is "c10d" for now, the only one built.
         mode: "production" is the only one built.
         optimizer_sharding: What is sharded of the optimizer's state. "auto" is "shard" for now, the only one built.
-        bucket_bytes: Not built: an inter-supernode reduction carries one unit.
-        window: Not built: any number of inter-supernode reductions may be in flight.
-        prefetch: Not built: backward gathers one unit ahead; see also `FSDPModule.set_modules_to_forward_prefetch`.
+        bucket_bytes: Bytes of sharded gradient per message between supernodes: units are put into buckets in reverse
+            order of `modules()` until one holds as many. 1: one message per unit. None: chosen from the latency and
+            bandwidth of the link. Like the two below it holds for everything under one root: units that name it must
+            agree.
+        window: How many gradient buckets may wait for the slow link beside `.grad`. When all are taken, backward
+            waits. None: 2.
+        prefetch: How many bytes of full parameters may be gathered ahead of their use. At least one unit is, unless it
+            is 0: then none. None: as many as the largest unit inside the root has.
         deterministic: Not built.
 
     Returns:
@@ -74,11 +79,12 @@ def fully_shard(
     Raises:
         UnsupportedError: For an option that is not built yet, a parameter that is a DTensor already, a parameter tied
             across units, or a scalar parameter.
-        ConfigurationError: For a mesh that is neither 1-D nor 2-D, a module sharded twice, or a dim that does not
-        exist.
+        ConfigurationError: For a mesh that is neither 1-D nor 2-D, a module sharded twice, a dim that does not exist,
+            or a number out of range.
     """
     _refuse_unbuilt(reshard_after_forward, transport, mode, optimizer_sharding)
-    _refuse_given(bucket_bytes=bucket_bytes, window=window, prefetch=prefetch, deterministic=deterministic or None)
+    _refuse_given(deterministic=deterministic or None)
+    options = RootOptions(bucket_bytes=bucket_bytes, window=window, prefetch=prefetch)
     refuse_offload(offload_policy)
     policy = MixedPrecisionPolicy.adopt(mp_policy)
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
@@ -97,7 +103,12 @@ def fully_shard(
         parameters.append(_sharded(parameter, owners, info, dim, policy, name))
         parameter._hyperfsdp_name = name  # type: ignore[attr-defined]  # marks it as taken, see _check_parameter
     unit = Unit(
-        modules, parameters, info=info, policy=policy, reshard_after_forward=_as_bool_or_none(reshard_after_forward)
+        modules,
+        parameters,
+        info=info,
+        policy=policy,
+        options=options,
+        reshard_after_forward=_as_bool_or_none(reshard_after_forward),
     )
     for each in modules:
         install_unit(each, unit)

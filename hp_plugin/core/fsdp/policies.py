@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import fsdp as torch_fsdp
 
-from hp_plugin.errors import UnsupportedError
+from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class MixedPrecisionPolicy:
         param_dtype: Floating dtype of the full parameters in forward and backward. None: the shard's own dtype.
         reduce_dtype: Floating dtype in which gradients are summed over ranks and over micro-batches. None:
             `param_dtype`, or the shard's dtype when that is None too.
+        inter_reduce_dtype: Floating dtype in which gradients travel and are summed between supernodes. None:
+            `reduce_dtype`. A narrower one halves the bytes on the slow link at the price of rounding there.
         output_dtype: Floating outputs of the module's forward are cast to it. None: left alone.
         cast_forward_inputs: Whether floating inputs of the module's forward are cast to `param_dtype`.
         master_dtype: Floating dtype of the shard at rest, thus of what the optimizer updates. None: the dtype that
             the parameter had when it was sharded. A model built in bf16 gets fp32 master weights with
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, master_dtype=torch.float32)`.
-        inter_reduce_dtype: Floating dtype in which sums of a supernode cross to the others. None: `reduce_dtype`. A
-            narrower one halves the bytes on the slow link and rounds each supernode's sum once.
     """
 
     param_dtype: torch.dtype | None = None
@@ -34,9 +34,16 @@ class MixedPrecisionPolicy:
     master_dtype: torch.dtype | None = None
     inter_reduce_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        dtype = self.inter_reduce_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigurationError(
+                f"inter_reduce_dtype={dtype} is not a floating dtype; use torch.bfloat16, torch.float32 or None"
+            )
+
     @classmethod
     def adopt(cls, policy: MixedPrecisionPolicy | torch_fsdp.MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-        """The same policy as ours; torch FSDP2's has every field but `master_dtype`."""
+        """The same policy as ours; torch FSDP2's has the fields up to `cast_forward_inputs`."""
         if isinstance(policy, cls):
             return policy
         if isinstance(policy, torch_fsdp.MixedPrecisionPolicy):

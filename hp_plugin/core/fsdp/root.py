@@ -11,6 +11,7 @@ from torch import nn
 from hp_plugin.core.fsdp.bucket import Bucket, Route, compose
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.fsdp.reduction import DEFAULT_WINDOW, ReductionPipeline
 from hp_plugin.core.fsdp.unit import Unit
@@ -31,12 +32,16 @@ class Root:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.units: list[Unit] = []
+        named = _named_units(unit)
+        self.options = RootOptions.resolve((name, each.options) for each, name in named.items())
+        """Options that hold for all units."""
+        _refuse_meta_parameters(named)
+        self.units = list(named)
         """In order of `modules()` of the root, the root unit first."""
         self.counters = Counters()
-        self.bucket_bytes: int | None = None
+        self.bucket_bytes: int | None = self.options.bucket_bytes
         """Bytes of a message between supernodes; None: what suits the link."""
-        self.pipeline = ReductionPipeline(self.counters, window=DEFAULT_WINDOW)
+        self.pipeline = ReductionPipeline(self.counters, window=self.options.window or DEFAULT_WINDOW)
         self.is_last_backward = True
         self.is_in_training_forward = False
         """Whether the root's forward runs, with gradients enabled at its start."""
@@ -44,29 +49,8 @@ class Root:
         self._forward_order: list[Unit] = []
         self._order_is_recorded = False
         self._link_bytes: dict[dist.ProcessGroup, int] = {}
-        self._collect()
-
-    def _collect(self) -> None:
-        seen: set[int] = set()
-        for top in self.unit.modules:
-            for name, module in top.named_modules():
-                unit = unit_of(module)
-                if unit is None or id(unit) in seen:
-                    continue
-                seen.add(id(unit))
-                unit.attach(self, name or f"root ({type(module).__name__})")
-                self.units.append(unit)
-        self._refuse_meta_parameters()
-
-    def _refuse_meta_parameters(self) -> None:
-        for unit in self.units:
-            for parameter in unit.parameters:
-                parameter.adopt_replacement()
-                if parameter.local.is_meta:
-                    raise ConfigurationError(
-                        f"parameter {parameter.name} of unit {unit.name} is still on the meta device; materialise the "
-                        "model before its first forward: model.to_empty(device=...) and then initialise its weights"
-                    )
+        for each, name in named.items():
+            each.attach(self, name)
 
     # ---- order ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +164,28 @@ class Root:
             self._link_bytes[route.group] = _DEFAULT_MESSAGE_BYTES if link is None else link.message_bytes
             _log.info("link between supernodes: %s; bucket_bytes=%d", link, self._link_bytes[route.group])
         return self._link_bytes[route.group]
+
+
+def _named_units(root: Unit) -> dict[Unit, str]:
+    """Every unit in the modules of `root`, in order of `modules()`, with its name for messages."""
+    named: dict[Unit, str] = {}
+    for top in root.modules:
+        for name, module in top.named_modules():
+            unit = unit_of(module)
+            if unit is not None:
+                named.setdefault(unit, name or f"root ({type(module).__name__})")
+    return named
+
+
+def _refuse_meta_parameters(named: dict[Unit, str]) -> None:
+    for unit, name in named.items():
+        for parameter in unit.parameters:
+            parameter.adopt_replacement()
+            if parameter.local.is_meta:
+                raise ConfigurationError(
+                    f"parameter {parameter.name} of unit {name} is still on the meta device; materialise the "
+                    "model before its first forward: model.to_empty(device=...) and then initialise its weights"
+                )
 
 
 def unit_of(module: nn.Module) -> Unit | None:

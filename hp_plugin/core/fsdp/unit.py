@@ -12,6 +12,7 @@ from torch import nn
 from hp_plugin.core.fsdp.bucket import Route
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.operand import group_operands
+from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
 from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
@@ -32,6 +33,7 @@ class Unit:
         parameters: Their parameters that no other unit manages.
         info: The mesh.
         policy: Mixed precision.
+        options: What `fully_shard` was asked for that holds for the whole root.
         reshard_after_forward: Whether full tensors are released between forward and backward. None: yes, except in the
             root unit, which backward needs first.
     """
@@ -43,6 +45,7 @@ class Unit:
         *,
         info: MeshInfo,
         policy: MixedPrecisionPolicy,
+        options: RootOptions,
         reshard_after_forward: bool | None,
     ) -> None:
         self.modules = tuple(modules)
@@ -50,6 +53,7 @@ class Unit:
         self.operands = group_operands(parameters)
         self.info = info
         self.policy = policy
+        self.options = options
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
