@@ -69,6 +69,7 @@ class UnitHooks:
         unit.unshard("pre-forward")
         unit.wait_for_unshard("pre-forward")
         unit.enter(Phase.FORWARD, "pre-forward")
+        root.note("compute", "forward", unit)
         for target in unit.forward_prefetch:
             target.unshard("forward prefetch")
         return self._mark_inputs(args, kwargs)
@@ -140,6 +141,7 @@ class UnitHooks:
         unit.unshard("pre-backward")
         unit.wait_for_unshard("pre-backward")
         unit.enter(Phase.BACKWARD, "pre-backward")
+        root.note("compute", "backward", unit)
         unit.awaits_reduction = True
         unit.counted_backward = False
         root.prefetch_for_backward(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from torch import nn
 
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.root import Root, unit_of
+from hp_plugin.core.fsdp.schedule import Schedule
 from hp_plugin.core.fsdp.unit import Unit
 from hp_plugin.errors import HyperParallelError, UnsupportedError
 
@@ -139,6 +141,24 @@ class FSDPModule:
         if not self._unit().has_root:
             self._attach_root()
         return self._unit().root.counters
+
+    @contextlib.contextmanager
+    def record_fsdp_schedule(self) -> Iterator[Schedule]:
+        """Records what the units of this module's root issue while the context is open. See `docs/schedule.md`.
+
+        Example:
+            with model.record_fsdp_schedule() as schedule:
+                model(inputs).sum().backward()
+            print(schedule.table())
+        """
+        if not self._unit().has_root:
+            self._attach_root()
+        pipeline = self._unit().root.pipeline
+        before, pipeline.schedule = pipeline.schedule, Schedule()
+        try:
+            yield pipeline.schedule
+        finally:
+            pipeline.schedule = before
 
     def fsdp_units(self) -> list[dict[str, Any]]:
         """Name, sizes and settings of every unit in this module, as data."""

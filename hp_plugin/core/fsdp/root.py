@@ -52,6 +52,11 @@ class Root:
         for each, name in named.items():
             each.attach(self, name)
 
+    def note(self, stream: str, event: str, *units: Unit) -> None:
+        """Adds an event to the schedule that is being recorded, if one is."""
+        if self.pipeline.schedule is not None:
+            self.pipeline.schedule.note(stream, event, [unit.name for unit in units])
+
     # ---- order ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
@@ -120,6 +125,7 @@ class Root:
                 unit.reshard("end of backward")
         self.pipeline.end_round()
         if self.is_last_backward:
+            self.note("compute", "wait for every all-reduce")
             self.pipeline.flush()
 
     def finish_backward_of(self, unit: Unit) -> None:

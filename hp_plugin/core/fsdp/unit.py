@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hp_plugin.core.fsdp.bucket import Route
+from hp_plugin.core.fsdp.counters import WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.operand import group_operands
 from hp_plugin.core.fsdp.options import RootOptions
@@ -132,6 +133,7 @@ class Unit:
                 inputs.append(gathered[1])
         if outputs and self._transport is not None:
             self._gather = self._transport.all_gather(outputs, inputs)
+            self.root.note("intra", "all-gather", self)
             counters.all_gathers += 1
             counters.all_gather_bytes += sum(o.numel() * o.dtype.itemsize for o in outputs)
 
@@ -156,7 +158,8 @@ class Unit:
 
     def _wait_for_gather(self) -> None:
         if self._gather is not None:
-            self._gather.wait()
+            with self.root.counters.waiting(WaitCause.ALL_GATHER):
+                self._gather.wait()
             self._gather = None
 
     # ---- gradients --------------------------------------------------------------------------------------------------
