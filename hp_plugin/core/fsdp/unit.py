@@ -74,7 +74,9 @@ class Unit:
         self._phase = Phase.SHARDED
         self._gather: Pending | None = None
         self.gradients: UnitGradients | None = None
-        """Storage of the sharded gradients; exists from the first reduction on."""
+        """Storage of the sharded gradients; exists from the first backward on."""
+        self._planned_for: list[ShardedParameter] = []
+        """The trainable parameters of which `gradients` has the storage, in the order of `parameters`."""
         self._transport = C10dTransport(info.shard_group) if info.shard_size > 1 else None
 
     # ---- identity ---------------------------------------------------------------------------------------------------
@@ -203,8 +205,7 @@ class Unit:
     @property
     def gradients_are_planned(self) -> bool:
         """Whether `gradients` is for the parameters that are trainable now."""
-        planned = self.gradients.parameters if self.gradients is not None else []
-        return planned == self.trainable
+        return self._planned_for == self.trainable
 
     def plan_gradients(self) -> UnitGradients | None:
         """Makes the storage of the gradients anew, for the parameters that are trainable now; None where none is.
@@ -218,7 +219,7 @@ class Unit:
                 "wait for their reduction between supernodes; change it after a backward with "
                 "set_requires_all_reduce(True)"
             )
-        trainable = self.trainable
+        self._planned_for = trainable = self.trainable
         self.gradients = None
         if trainable:
             operands = group_operands(trainable)

@@ -1,0 +1,81 @@
+"""Collectives of a unit, against sums formed in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_plugin.core.transport import C10dTransport, all_reduce_sum
+from tests.support import init_gloo, run_ranks
+
+LENGTHS = [1, 7, 4096]
+
+
+def operand_of(rank: int, length: int, dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + length)
+    return torch.randn(ranks * length, generator=generator).to(dtype)
+
+
+def reduce_scatter_twice(dtype: torch.dtype) -> dict[str, bool]:
+    init_gloo()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    transport = C10dTransport(dist.group.WORLD)
+    inputs = [operand_of(rank, length, dtype, ranks) for length in LENGTHS]
+    before = [operand.clone() for operand in inputs]
+    rounds = []
+    for _ in range(2):
+        outputs = [torch.full((length,), float("nan"), dtype=dtype) for length in LENGTHS]
+        pending = transport.reduce_scatter(outputs, inputs)
+        pending.wait()
+        pending.wait()
+        rounds.append(outputs)
+    exact = close = True
+    for output, length in zip(rounds[0], LENGTHS):
+        slices = [operand_of(r, length, dtype, ranks).view(ranks, length)[rank] for r in range(ranks)]
+        wanted = sum(piece.double() for piece in slices)
+        close &= torch.allclose(output.double(), wanted, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-2)
+        exact &= ranks > 2 or torch.equal(output, slices[0] + slices[1])
+    return {
+        "close": close,
+        "exact": exact,
+        "repeated": all(torch.equal(a, b) for a, b in zip(*rounds)),
+        "inputs untouched": all(torch.equal(a, b) for a, b in zip(before, inputs)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_reduce_scatter_sums_slices_in_one_order(ranks: int, dtype: torch.dtype) -> None:
+    for found in run_ranks(ranks, reduce_scatter_twice, dtype=dtype):
+        assert all(found.values()), found
+
+
+def gather_in_place() -> bool:
+    init_gloo()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    transport = C10dTransport(dist.group.WORLD)
+    outputs = [torch.full((ranks * length,), -1.0) for length in LENGTHS]
+    inputs = [output.view(ranks, -1)[rank] for output in outputs]
+    for operand in inputs:
+        operand.fill_(rank)
+    transport.all_gather(outputs, inputs).wait()
+    return all(
+        torch.equal(output, torch.arange(ranks).float().repeat_interleave(length))
+        for output, length in zip(outputs, LENGTHS)
+    )
+
+
+def test_all_gather_may_read_its_own_slice_of_the_output() -> None:
+    assert all(run_ranks(2, gather_in_place))
+
+
+def reduce_between() -> float:
+    init_gloo()
+    buffer = torch.full((3,), dist.get_rank() + 1.0)
+    all_reduce_sum(buffer, dist.group.WORLD).wait()
+    return float(buffer.sum())
+
+
+def test_all_reduce_sums_in_place() -> None:
+    assert run_ranks(2, reduce_between) == [9.0, 9.0]
