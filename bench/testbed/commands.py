@@ -13,6 +13,7 @@ from bench.report import say
 
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _LIMIT_S = 30.0
+_INSTALL_LIMIT_S = 120.0
 
 
 class CommandError(UnavailableError):
@@ -45,7 +46,7 @@ def require_root() -> None:
 
 def require_programs() -> None:
     """Make sure that `ip` and `tc` exist; root on a system with apt-get gets iproute2 installed."""
-    missing = [program for program in ("ip", "tc") if shutil.which(program, path=_PATH) is None]
+    missing = _missing_programs()
     if not missing:
         return
     advice = f"{' and '.join(missing)} not found: install the package iproute2"
@@ -54,12 +55,23 @@ def require_programs() -> None:
         raise UnavailableError(advice)
     say(f"installing iproute2, which the testbed needs for {' and '.join(missing)}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    said = ""
     for arguments in (["update", "-q"], ["install", "-q", "-y", "--no-install-recommends", "iproute2"]):
-        done = subprocess.run(
-            [apt_get, *arguments], capture_output=True, text=True, env=environment, timeout=600, check=False
-        )
-    if done.returncode != 0:
-        raise UnavailableError(f"{advice} (apt-get install ended with: {done.stderr.strip()[-300:]})")
+        command = [apt_get, *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=_INSTALL_LIMIT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            said = f"no end within {_INSTALL_LIMIT_S:g} s"
+            break
+        said = done.stderr.strip()[-300:]
+    if _missing_programs():
+        raise UnavailableError(f"{advice} (apt-get ended with: {said})")
+
+
+def _missing_programs() -> list[str]:
+    return [program for program in ("ip", "tc") if shutil.which(program, path=_PATH) is None]
 
 
 def _run(program: str, arguments: tuple[str, ...], namespace: str | None) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,26 +52,24 @@ def measure_link(testbed: Testbed, *, quick: bool = False) -> list[dict[str, Any
 
 
 def measure(*, repetitions: int = 40) -> list[dict[str, Any]]:
-    """Measure with the ranks of the running job; every rank must call it, after `init_process_group`.
+    """Measure with the ranks of the running job; every rank must call it, inside `worker.gloo()`.
 
     Returns:
         On every rank the same rows: `tier`, `group_size`, `groups_at_once`, `latency_ms` (4 B all-reduce), `mbit_per_s`
         (bus bandwidth of one group at 8 MiB, slowest rank), `total_mbit_per_s`. Medians over `repetitions` for
         latencies, over fewer for bandwidths.
     """
-    import os
-
     import torch.distributed as dist
 
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     inside = [list(range(first, first + local)) for first in range(0, world, local)]
     between = [list(range(first, world, local)) for first in range(local)]
-    plans = []
-    if local > 1:
-        plans += [("inside", inside[:1]), ("inside", inside)]
-    if world > local:
-        plans += [("between", between[:1])] + ([("between", between)] if local > 1 else [])
-    return [_measure_groups(tier, groups, repetitions) for tier, groups in plans]
+    rows = []
+    for tier, groups in (("inside", inside), ("between", between)):
+        if len(groups[0]) > 1:
+            counts = dict.fromkeys((1, len(groups)))
+            rows += [_measure_groups(tier, groups[:count], repetitions) for count in counts]
+    return rows
 
 
 def _measure_groups(tier: str, groups: list[list[int]], repetitions: int) -> dict[str, Any]:
@@ -102,9 +103,6 @@ def _measure_groups(tier: str, groups: list[list[int]], repetitions: int) -> dic
 
 
 def _median_time(call: Callable[[], object], repetitions: int) -> float:
-    import statistics
-    import time
-
     call()
     times = []
     for _ in range(repetitions):
@@ -117,8 +115,8 @@ def _median_time(call: Callable[[], object], repetitions: int) -> float:
 def _main(repetitions: int) -> None:
     from bench.testbed import worker
 
-    worker.init_gloo()
-    worker.publish(measure(repetitions=repetitions))
+    with worker.gloo():
+        worker.publish(measure(repetitions=repetitions))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.testbed.network import LinkBytes
 
 
-def init_gloo(*, timeout_s: float = 120.0) -> None:
-    """Create the default process group of the run; every rank must call it."""
+@contextlib.contextmanager
+def gloo(*, timeout_s: float = 120.0) -> Iterator[None]:
+    """The default process group of the run, for the length of the block; every rank must enter it.
+
+    Ranks leave together: rank 0 holds the store, and a rank that outlives it would fail in it. After an exception
+    nobody waits; the testbed ends the peers.
+
+    Args:
+        timeout_s: seconds after which a collective raises instead of waiting for a peer.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method="env://", timeout=datetime.timedelta(seconds=timeout_s))
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def publish(value: Any) -> None:
