@@ -16,7 +16,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -117,32 +117,29 @@ def run(
         output: directory that also gets NAME.json.
     """
     facts = environment()
-    with _only_results_on_stdout(as_json) as results:
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
         report = function(**options)
         report.environment = {**finished(facts), **report.environment}
     assert report.name == name, f"the benchmark {name!r} returned a report of {report.name!r}"
     if output is not None:
         say(f"wrote {report.write(output)}")
     if as_json:
-        print(report.to_json(), file=results, flush=True)
+        print(report.to_json(), flush=True)
     else:
         report.print()
     return report
 
 
 @contextlib.contextmanager
-def _only_results_on_stdout(active: bool) -> Iterator[TextIO]:
-    """While active, whatever writes to descriptor 1 (libraries, child processes) reaches standard error instead."""
-    if not active:
-        yield sys.stdout
-        return
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what is printed, and what libraries and child processes write to descriptor 1, to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
 
