@@ -70,8 +70,11 @@ class UnitHooks:
         unit.wait_for_unshard("pre-forward")
         unit.enter(Phase.FORWARD, "pre-forward")
         root.note("compute", "forward", unit)
-        for target in unit.forward_prefetch:
-            target.unshard("forward prefetch")
+        if _is_in_backward():
+            # Activation checkpointing outside the unit recomputes it: what forward needed next has been through.
+            root.prefetcher.before_backward(unit)
+        else:
+            root.prefetcher.before_forward(unit, is_training=root.is_in_training_forward)
         return self._mark_inputs(args, kwargs)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +105,6 @@ class UnitHooks:
         root = unit.root
         if has_backward:
             unit.outstanding_forwards += 1
-            root.record_forward(unit)
         if root.unit is unit:
             root.end_forward(has_backward=has_backward)
         unit.enter(Phase.UNSHARDED, "post-forward")
@@ -140,11 +142,13 @@ class UnitHooks:
         root.open_backward()
         unit.unshard("pre-backward")
         unit.wait_for_unshard("pre-backward")
+        is_entered = unit.phase is Phase.BACKWARD  # by the gradient of another output
         unit.enter(Phase.BACKWARD, "pre-backward")
         root.note("compute", "backward", unit)
         unit.awaits_reduction = True
         unit.counted_backward = False
-        root.prefetch_for_backward(unit)
+        if not is_entered:
+            root.prefetcher.before_backward(unit)
 
     def post_backward(self) -> None:
         """The gradients of the unit's inputs exist, hence normally those of its parameters."""

@@ -13,6 +13,7 @@ from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.phase import Phase
+from hp_plugin.core.fsdp.prefetch import Prefetcher
 from hp_plugin.core.fsdp.reduction import DEFAULT_WINDOW, ReductionPipeline
 from hp_plugin.core.fsdp.unit import Unit
 from hp_plugin.core.topology import measure_link
@@ -46,8 +47,8 @@ class Root:
         self.is_in_training_forward = False
         """Whether the root's forward runs, with gradients enabled at its start."""
         self._backward_is_open = False
-        self._forward_order: list[Unit] = []
-        self._order_is_recorded = False
+        self._forward_is_open = False
+        self.prefetcher = Prefetcher(self._prefetch_budget())
         self._link_bytes: dict[dist.ProcessGroup, int] = {}
         for each, name in named.items():
             each.attach(self, name)
@@ -63,7 +64,11 @@ class Root:
         """Called when the root's forward starts, outside backward. A backward that is still open has failed."""
         if self._backward_is_open:
             self._abandon_backward()
+        self.prefetcher.release("begin of forward after a failed one")
+        self._forward_is_open = True
         self.is_in_training_forward = torch.is_grad_enabled()
+        if self.is_in_training_forward:
+            self.prefetcher.forward.begin()
 
     def _abandon_backward(self) -> None:
         """The last backward raised before its end: its gradients are lost, its full tensors are released."""
@@ -75,28 +80,24 @@ class Root:
                 parameter.take_gradient()
             unit.reshard("begin of forward after a failed backward")
 
-    def record_forward(self, unit: Unit) -> None:
-        """Remembers in which order units finish their first forward; backward prefetches in reverse."""
-        if not self._order_is_recorded and unit not in self._forward_order:
-            self._forward_order.append(unit)
-
     def end_forward(self, *, has_backward: bool) -> None:
-        """Called when the root's forward ends. After the first one with a backward the order of units is fixed."""
+        """Called when a forward of the root ends; without effect for its recomputation inside backward."""
+        if not self._forward_is_open:
+            return
+        self._forward_is_open = False
         self.is_in_training_forward = False
-        self._order_is_recorded |= has_backward
+        self.prefetcher.release("end of forward")
+        if has_backward:
+            self.prefetcher.forward.end()
 
-    def prefetch_for_backward(self, unit: Unit) -> None:
-        """Issues the all-gather of what backward needs after `unit`."""
-        if unit.backward_prefetch is not None:
-            targets = unit.backward_prefetch
-        elif unit in self._forward_order:
-            position = self._forward_order.index(unit)
-            targets = self._forward_order[position - 1 : position]
-        else:
-            targets = []
-        for target in targets:
-            if target.outstanding_forwards > 0:
-                target.unshard("backward prefetch")
+    def _prefetch_budget(self) -> int:
+        """Bytes that may be gathered ahead: as configured, else those of the largest unit inside the root.
+
+        The root itself is not counted: it stays gathered, so what is ahead of a unit comes on top of it.
+        """
+        if self.options.prefetch is not None:
+            return self.options.prefetch
+        return max((unit.full_bytes for unit in self.units if unit is not self.unit), default=0)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class Root:
             self._backward_is_open = True
             if not all(unit.gradients_are_planned for unit in self.units):
                 self.plan_reductions()
+            self.prefetcher.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.close_backward)
 
     def close_backward(self) -> None:
@@ -120,9 +122,8 @@ class Root:
                 if not unit.counted_backward:
                     unit.count_backward()
                 self.finish_backward_of(unit)
-            elif unit.phase is Phase.GATHERING:
-                # Prefetched for a backward that never came: its output was not used in the loss.
-                unit.reshard("end of backward")
+        self.prefetcher.release("end of backward")
+        self.prefetcher.backward.end()
         self.pipeline.end_round()
         if self.is_last_backward:
             self.note("compute", "wait for every all-reduce")

@@ -60,7 +60,8 @@ class Unit:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.divide_factor = float(info.world_size)
-        self.forward_prefetch: list[Unit] = []
+        self.forward_prefetch: list[Unit] | None = None
+        """What is gathered ahead where forward enters this unit, instead of what comes next. The same in backward:"""
         self.backward_prefetch: list[Unit] | None = None
         self.name = type(modules[0]).__name__
         self.outstanding_forwards = 0
@@ -115,6 +116,16 @@ class Unit:
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self._root is None or self._root.unit is not self
+
+    @functools.cached_property
+    def full_bytes(self) -> int:
+        """Bytes that a gather of this unit adds: its full tensors, in the compute dtype."""
+        return sum(operand.full_bytes for operand in self.operands)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a gather moves bytes between ranks."""
+        return self._transport is not None
 
     # ---- unshard and reshard ----------------------------------------------------------------------------------------
 
