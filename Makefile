@@ -5,14 +5,17 @@ VENV_COMPAT ?= $(VENV)-compat
 PYTHON_OF_VENV = "$(VENV)/bin/python"
 # More Megatron flags for `make demo`.
 DEMO_FLAGS ?=
+# Options of `make bench`: --quick, --output DIR.
+BENCH_FLAGS ?=
 
-.PHONY: help setup demo test test-full test-compat lint clean
+.PHONY: help setup demo test test-full test-compat bench lint clean
 
 help:
 	@echo "make demo         train a small GPT over two supernodes, with and without hp_plugin, and compare"
 	@echo "make test         the test suite"
 	@echo "make test-full    the test suite with its large matrices and faults"
 	@echo "make test-compat  the core's tests on Python 3.10 with the oldest supported torch"
+	@echo "make bench        every benchmark, as root; results in bench/results/ (BENCH_FLAGS=--quick for a short run)"
 	@echo "make lint         format, lint, types, import contracts"
 	@echo "make setup        only the environment (VENV=path, default .venv; PYTHON=path forces the interpreter)"
 	@echo "make clean        remove what tools have built and cached; environments stay"
@@ -33,6 +36,9 @@ test-full: setup
 test-compat:
 	@tools/bootstrap.sh setup compat "$(VENV_COMPAT)"
 	"$(VENV_COMPAT)/bin/python" -m pytest tests --ignore=tests/megatron -m "not full"
+
+bench: setup
+	$(PYTHON_OF_VENV) -m bench all $(BENCH_FLAGS)
 
 lint: setup
 	$(PYTHON_OF_VENV) -m ruff format --check --output-format concise .

@@ -17,8 +17,8 @@ from bench.testbed.names import NAMESPACES
 _SOURCE = Path(__file__).with_name("delayed_link.cpp")
 _TUN = Path("/dev/net/tun")
 _COMPILE_LIMIT_S = 180.0
-# One packet occupies the link for about 0.13 ms at most, and fast links get large packets, which cost less CPU.
-_PACKET_S = 0.13e-3
+# One packet occupies the link for about 0.3 ms at most, and fast links get large packets, which cost less CPU.
+_PACKET_S = 0.3e-3
 _DEVICE_QUEUE_S = 40e-3
 
 

@@ -358,7 +358,7 @@ def test_rates_are_written_as_tc_writes_them() -> None:
 
 def test_large_packets_are_for_fast_links() -> None:
     assert delay.packet_limits(10.0)[0] == 1500
-    assert 10_000 < delay.packet_limits(1000.0)[0] < 20_000
+    assert 20_000 < delay.packet_limits(1000.0)[0] < 40_000
     assert delay.packet_limits(None)[0] == 65_000
 
 
