@@ -1,0 +1,223 @@
+"""A link between supernodes that is slow, reordered, or closed until the test opens it; and memory that is taken back.
+
+The engine issues its reductions between supernodes with `torch.distributed.all_reduce`. These context managers stand
+in its place for one process group and hand out works that complete when the test wants it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_GIVE_UP_S = 40.0
+
+
+@dataclass
+class Gate:
+    """Closed until `open`; whoever passes a closed gate waits for at most `patience_s`, and that is remembered.
+
+    Attributes:
+        patience_s: Seconds after which a waiting thread goes on as if the gate were open.
+        forced: How many passed in this way.
+    """
+
+    patience_s: float = 10.0
+    forced: int = 0
+    _open: threading.Event = field(default_factory=threading.Event)
+
+    def open(self, *_: Any) -> None:
+        """Lets everyone through, from now on. Takes any arguments, so that it can serve as a hook."""
+        self._open.set()
+
+    def close(self) -> None:
+        """Makes everyone wait, from now on."""
+        self._open.clear()
+
+    def pass_through(self) -> None:
+        """Waits until the gate is open."""
+        if not self._open.wait(self.patience_s):
+            self.forced += 1
+
+
+class LateWork:
+    """Stands for an asynchronous all-reduce whose result is not there yet."""
+
+    def __init__(self) -> None:
+        self.landed = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> bool:
+        """Blocks until the result is in the tensor."""
+        if not self.landed.wait(_GIVE_UP_S):
+            raise TimeoutError("the slow link never delivered")
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class SlowLink:
+    """Context manager: asynchronous all-reduces of one group start late and land late, if asked out of order.
+
+    The operand is read at the end of the delay and overwritten at the landing, so that a buffer which is reused or
+    freed meanwhile shows. A thread per link issues the collectives in order of submission.
+
+    Args:
+        group: Process group of the link; other groups are left alone.
+        seed: Of the delays. May differ between ranks.
+        delay_s: Longest delay of one reduction.
+        reorder: Whether results land in pairs swapped, where the next reduction is there in time.
+        gate: Passed before each landing.
+        on_submit: Called with each operand, on the thread that submits it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        seed: int = 0,
+        delay_s: float = 0.01,
+        reorder: bool = True,
+        gate: Gate | None = None,
+        on_submit: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.group = group
+        self.landings: list[int] = []
+        """Numbers of the reductions, in the order in which they landed."""
+        self.submitted = 0
+        """Reductions submitted so far."""
+        self._delay_s = delay_s
+        self._reorder = reorder
+        self._gate = gate
+        self._on_submit = on_submit
+        self._random = random.Random(seed)
+        self._jobs: queue.SimpleQueue[tuple[int, Tensor, Any, LateWork] | None] = queue.SimpleQueue()
+        self._pending: list[LateWork] = []
+
+    def __enter__(self) -> SlowLink:
+        self._original = dist.all_reduce
+        self._thread = threading.Thread(target=self._carry, name="slow-link", daemon=True)
+        self._thread.start()
+        dist.all_reduce = self._all_reduce
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        dist.all_reduce = self._original
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if self.group is None or group is not self.group:
+            return self._original(tensor, op=op, group=group, async_op=async_op)
+        if not async_op:
+            for work in self._pending:
+                work.wait()
+            return self._original(tensor, op=op, group=group)
+        if self._on_submit is not None:
+            self._on_submit(tensor)
+        work = LateWork()
+        self._pending = [each for each in self._pending if not each.landed.is_set()] + [work]
+        self._jobs.put((self.submitted, tensor, op, work))
+        self.submitted += 1
+        return work
+
+    def _carry(self) -> None:
+        held: tuple[int, Tensor, Tensor, LateWork] | None = None
+        with torch.no_grad():
+            while True:
+                try:
+                    job = self._jobs.get(timeout=0.02 if held else None)
+                except queue.Empty:
+                    job = held = self._land(held)
+                    continue
+                if job is None:
+                    self._land(held)
+                    return
+                number, tensor, op, work = job
+                time.sleep(self._random.random() * self._delay_s)
+                result = tensor.clone()
+                try:
+                    self._original(result, op=op, group=self.group)
+                except BaseException as error:
+                    work.error = error
+                    work.landed.set()
+                    continue
+                arrived = (number, tensor, result, work)
+                if self._reorder and held is None:
+                    held = arrived
+                    continue
+                self._land(arrived)
+                held = self._land(held)
+
+    def _land(self, arrived: tuple[int, Tensor, Tensor, LateWork] | None) -> None:
+        if arrived is None:
+            return
+        number, tensor, result, work = arrived
+        if self._gate is not None:
+            self._gate.pass_through()
+        tensor.copy_(result)
+        self.landings.append(number)
+        work.landed.set()
+
+
+class _GatedWork:
+    def __init__(self, work: Any, gate: Gate) -> None:
+        self._work, self._gate = work, gate
+
+    def wait(self, *args: Any) -> Any:
+        """Waits for the gate, then for the collective."""
+        self._gate.pass_through()
+        return self._work.wait(*args)
+
+
+@contextlib.contextmanager
+def gated_exchange(gate: Gate) -> Iterator[None]:
+    """Whoever waits for an all-to-all or a reduce-scatter, which reduce inside the supernode, waits for `gate` too."""
+    names = [n for n in ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, n)]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def gated(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = originals[name](*args, **kwargs)
+            return _GatedWork(work, gate) if work is not None else None
+
+        return call
+
+    for name in names:
+        setattr(dist, name, gated(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def take_freed_memory(modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:
+    """Makes backward of each module allocate buffers of `sizes` elements, fill them with nan and free them.
+
+    Memory that the engine dropped while something still reads or writes it is then overwritten.
+    """
+
+    def noise(_gradient: Tensor) -> None:
+        for size in sizes:
+            for dtype in (torch.float32, torch.bfloat16):
+                for tensor in [torch.empty(size, dtype=dtype) for _ in range(2)]:
+                    tensor.fill_(float("nan"))
+
+    def watch(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(noise)
+
+    for module in modules:
+        module.register_forward_hook(watch)
