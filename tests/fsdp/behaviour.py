@@ -255,6 +255,21 @@ def prefetch_lists_change_nothing_but_time(replicate: int, shard: int) -> None:
         backward_and_compare(plain, sharded, step)
 
 
+def prefetch_budgets_change_nothing_but_time(replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    for budget in (0, 1, 1 << 40):
+        for kind in ("none", "reentrant", "pairs"):
+            plain, sharded = pair(mesh, prefetch=budget)
+            sharded.checkpointing = kind
+            for step in range(3):
+                backward_and_compare(plain, sharded, step)
+            order = (0, 2, 1, 1)  # another order, a module used twice, one not at all
+            for model in (plain, sharded):
+                model.blocks = nn.ModuleList([model.blocks[i] for i in order])
+            for step in range(3):
+                backward_and_compare(plain, sharded, step)
+
+
 def unshard_and_reshard_by_hand(replicate: int, shard: int) -> None:
     plain, sharded = pair(make_mesh(replicate, shard))
     handle = sharded.blocks[0].unshard(async_op=True)
@@ -459,6 +474,7 @@ CASES: list[Case] = [
     a_model_made_on_meta_is_materialised_after_sharding,
     a_failed_forward_or_backward_leaves_the_model_usable,
     prefetch_lists_change_nothing_but_time,
+    prefetch_budgets_change_nothing_but_time,
     unshard_and_reshard_by_hand,
     parameters_kept_through_backward,
     a_backward_that_is_not_the_last_does_not_wait,

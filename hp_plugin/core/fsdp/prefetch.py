@@ -70,8 +70,9 @@ class Prefetcher:
         self._ahead: list[Unit] = []
 
     def begin_backward(self) -> None:
-        """A backward begins. The first one is expected to run in the reverse order of forward."""
-        self.backward.begin(reversed(self.forward.recorded))
+        """A backward begins. The first one is expected to run in the reverse order of forward, inside the root."""
+        forward = self.forward.recorded
+        self.backward.begin([*forward[:1], *reversed(forward[1:])])
 
     def before_forward(self, unit: Unit, *, is_training: bool) -> None:
         """The forward of `unit` is about to run; it has been gathered.
