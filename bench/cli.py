@@ -35,7 +35,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
 }
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", help="Also write NAME.json into this directory.")]
+OutputOption = Annotated[str, typer.Option("--output", help="Also write NAME.json into this directory.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A smaller run of at most three minutes.")]
 
 
@@ -84,8 +84,8 @@ def _load_command(name: str) -> Any:
 def _as_command(name: str, function: Callable[..., Report]) -> Callable[..., None]:
     """`function` with `--json` and `--output` added to its options, printing what it returns."""
 
-    def command(*, as_json: bool, output: Path | None, **options: Any) -> None:
-        run(name, function, options, as_json=as_json, output=output)
+    def command(*, as_json: bool, output: str, **options: Any) -> None:
+        run(name, function, options, as_json=as_json, output=Path(output) if output else None)
 
     hints = typing.get_type_hints(function, include_extras=True)
     signature = inspect.signature(function)
@@ -96,7 +96,7 @@ def _as_command(name: str, function: Callable[..., Report]) -> Callable[..., Non
     keyword = inspect.Parameter.KEYWORD_ONLY
     common = [
         inspect.Parameter("as_json", keyword, default=False, annotation=JsonOption),
-        inspect.Parameter("output", keyword, default=None, annotation=OutputOption),
+        inspect.Parameter("output", keyword, default="", annotation=OutputOption),
     ]
     command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *common]}

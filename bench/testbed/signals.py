@@ -13,6 +13,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class EndingSignals:
     """Turns SIGTERM and SIGHUP into SystemExit and SIGINT into KeyboardInterrupt while a testbed exists.
 
+    Only the first counts: from then on they are ignored until the testbed is gone and the former handlers are back.
     Handlers can be set from the main thread only; elsewhere this does nothing, and the main thread must see to it.
     """
 
@@ -21,7 +22,7 @@ class EndingSignals:
 
     def catch(self) -> None:
         """Install the handlers."""
-        self._install(_raise)
+        self._install(self._end)
 
     def ignore(self) -> None:
         """Ignore the signals while the testbed is removed: a second Ctrl-C must not leave half of it behind."""
@@ -40,8 +41,8 @@ class EndingSignals:
             previous = signal.signal(number, handler)
             self._previous.setdefault(number, previous)
 
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    def _end(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.ignore()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)

@@ -125,7 +125,12 @@ class Testbed:
         return [f"{self._prefix}-s{index}" for index in range(self.supernodes)]
 
     def _remove(self) -> None:
-        self._signals.ignore()
+        try:
+            self._signals.ignore()  # raises if a signal comes at this very moment
+        finally:
+            self._remove_undisturbed()
+
+    def _remove_undisturbed(self) -> None:
         try:
             if self._link is not None:
                 self._link.stop()
