@@ -1,0 +1,60 @@
+"""This project's `fully_shard` and `HyperAdamW`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hp_plugin
+from bench.fsdp_step.settings import Options
+from bench.fsdp_step.variant import Context, Variant, take_options
+from hp_plugin.core.fsdp.root import Root, unit_of
+from hp_plugin.core.layout import local_tensor
+
+OPTIONS: dict[str, Any] = {"reshard_after_forward": None, "bucket_bytes": None, "window": None, "prefetch": None}
+
+
+class Ours(Variant):
+    """Every block, the embedding and the head are a unit; the root is one more, without parameters."""
+
+    def __init__(self, context: Context, options: Options) -> None:
+        given = {name: value for name, value in options.items() if value is not None}
+        model = context.model()
+        for unit in [*model.units, model]:
+            hp_plugin.fully_shard(unit, mesh=context.mesh, transport="c10d", **given)
+        self.module = model
+        self.optimizer = hp_plugin.HyperAdamW(
+            model.parameters(), lr=context.learning_rate, weight_decay=context.weight_decay, fused=True
+        )
+        self.norm_group = context.shard_group
+
+    @property
+    def root(self) -> Root:
+        """The engine's root object."""
+        self.module.fsdp_counters()  # connects the units to a root where no forward has done so
+        unit = unit_of(self.module)
+        assert unit is not None
+        return unit.root
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        """The shards."""
+        return [local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
+
+    def facts(self) -> dict[str, Any]:
+        """Buckets in use, and the engine's counters since the last call, which resets them."""
+        root = self.root
+        counters = root.counters
+        facts = {
+            "buckets": len(root.pipeline.buckets),
+            "largest_bucket_bytes": max((bucket.num_bytes for bucket in root.pipeline.buckets), default=0),
+            "messages_between_supernodes": counters.all_reduces,
+            "waits_ms": {cause: round(wait.seconds * 1e3, 3) for cause, wait in counters.waits.items()},
+        }
+        counters.reset()
+        return facts
+
+
+def build_ours(context: Context, options: Options) -> Variant:
+    """Ours, with the options of `fully_shard`."""
+    return Ours(context, take_options("hyperfsdp", options, **OPTIONS))
