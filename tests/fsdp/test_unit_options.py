@@ -43,7 +43,6 @@ def mesh() -> Iterator[DeviceMesh]:
         ("optimizer_sharding", "shard_replicate"),
         ("offload_policy", CPUOffloadPolicy()),
         ("offload_policy", TorchCPUOffloadPolicy()),
-        ("reshard_after_forward", 2),
         ("deterministic", True),
     ],
 )
@@ -62,6 +61,15 @@ def test_an_option_that_is_not_built_is_refused_by_name(mesh: DeviceMesh, option
 def test_a_number_out_of_range_is_refused(mesh: DeviceMesh, option: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{option}={value}: expected an integer of at least"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, **{option: value})
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_shard_group_is_refused(mesh: DeviceMesh) -> None:
+    for number in (0, 2, -1):
+        with pytest.raises(ConfigurationError, match=f"reshard_after_forward={number}: expected .* divides the 1 "):
+            fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=number)
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(ConfigurationError, match="reshard_after_forward=2"):
+        model.set_reshard_after_forward(2)  # type: ignore[operator]
 
 
 def test_options_of_the_whole_root_must_agree_where_they_are_given(mesh: DeviceMesh) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_plugin.core.fsdp.hooks import UnitHooks
+from hp_plugin.core.fsdp.kept import normalized_reshard
 from hp_plugin.core.fsdp.module import install_unit
 from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter, find_owners
@@ -55,7 +56,10 @@ def fully_shard(
         module: A module, or a list of modules whose forwards run as one unit.
         mesh: 1-D: parameters are sharded over it. 2-D: replicated over axis 0, which runs between supernodes, and
             sharded over axis 1, inside one. None: all ranks, with the supernodes found by `Topology.detect`.
-        reshard_after_forward: Release full parameters between forward and backward. None: True, except in the root.
+        reshard_after_forward: Release full parameters between forward and backward. None: True, except in the root. A
+            number N that divides the shard group: between forward and backward they stay sharded over groups of N
+            consecutive ranks, in the compute dtype, and backward gathers inside these. 1 is False, the size of the
+            shard group is True.
         shard_placement_fn: Which dim of a parameter to shard: `Shard(dim)`, or None for dim 0.
         mp_policy: Dtypes.
         offload_policy: Only the default, which offloads nothing.
@@ -82,7 +86,7 @@ def fully_shard(
         ConfigurationError: For a mesh that is neither 1-D nor 2-D, a module sharded twice, a dim that does not exist,
             or a number out of range.
     """
-    _refuse_unbuilt(reshard_after_forward, transport, mode, optimizer_sharding)
+    _refuse_unbuilt(transport, mode, optimizer_sharding)
     _refuse_given(deterministic=deterministic or None)
     options = RootOptions(bucket_bytes=bucket_bytes, window=window, prefetch=prefetch)
     refuse_offload(offload_policy)
@@ -90,6 +94,7 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     _check_modules(modules)
     info = MeshInfo.resolve(build_mesh()["dp_replicate", "dp_shard"] if mesh is None else mesh)
+    reshard = normalized_reshard(reshard_after_forward, info.shard_size)
     managed = _managed_modules(modules)
     ignored = ignored_params or set()
     names = _names(modules)
@@ -108,7 +113,7 @@ def fully_shard(
         info=info,
         policy=policy,
         options=options,
-        reshard_after_forward=_as_bool_or_none(reshard_after_forward),
+        reshard_after_forward=reshard,
     )
     for each in modules:
         install_unit(each, unit)
@@ -116,14 +121,7 @@ def fully_shard(
     return module
 
 
-def _refuse_unbuilt(
-    reshard_after_forward: bool | int | None, transport: str, mode: str, optimizer_sharding: str
-) -> None:
-    if type(reshard_after_forward) is int:
-        raise UnsupportedError(
-            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group after forward is not "
-            "supported yet; use True (least memory) or False (no second all-gather)"
-        )
+def _refuse_unbuilt(transport: str, mode: str, optimizer_sharding: str) -> None:
     choices = (
         ("transport", transport, ("auto", "c10d"), ("shm", "symm_mem")),
         ("mode", mode, ("production",), ("validation",)),
@@ -141,10 +139,6 @@ def _refuse_given(**options: int | bool | None) -> None:
     for option, value in options.items():
         if value is not None:
             raise UnsupportedError(f"{option}={value} is not supported yet; leave {option} out instead")
-
-
-def _as_bool_or_none(value: bool | int | None) -> bool | None:
-    return None if value is None else bool(value)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

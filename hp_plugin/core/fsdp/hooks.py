@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.fsdp.root import Root
-from hp_plugin.core.fsdp.unit import Unit
+from hp_plugin.core.fsdp.unit import Unit, is_in_backward
 from hp_plugin.errors import UnsupportedError
 
 _PLAIN_LEAVES = (torch.Tensor, int, float, complex, bool, str, bytes, type(None))
@@ -59,7 +59,7 @@ class UnitHooks:
         if not unit.has_root:
             Root(unit)
         root = unit.root
-        if root.unit is unit and unit.forward_depth == 0 and not _is_in_backward():
+        if root.unit is unit and unit.forward_depth == 0 and not is_in_backward():
             root.begin_forward()
         # In its own backward the unit is unsharded already: activation checkpointing inside recomputes its forward.
         self._recomputing.append(unit.phase is Phase.BACKWARD)
@@ -70,7 +70,7 @@ class UnitHooks:
         unit.wait_for_unshard("pre-forward")
         unit.enter(Phase.FORWARD, "pre-forward")
         root.note("compute", "forward", unit)
-        if _is_in_backward():
+        if is_in_backward():
             # Activation checkpointing outside the unit recomputes it: what forward needed next has been through.
             root.prefetcher.before_backward(unit)
         else:
@@ -105,15 +105,17 @@ class UnitHooks:
         root = unit.root
         if has_backward:
             unit.outstanding_forwards += 1
+        # With gradients off, the first pass of reentrant checkpointing has a backward nevertheless.
+        for_backward = has_backward or root.is_in_training_forward
         if root.unit is unit:
             root.end_forward(has_backward=has_backward)
         unit.enter(Phase.UNSHARDED, "post-forward")
         if self._must_reshard(has_backward):
-            unit.reshard("post-forward")
+            unit.reshard("post-forward", for_backward=for_backward)
         return output
 
     def _must_reshard(self, has_backward: bool) -> bool:
-        if has_backward and _is_in_backward():
+        if has_backward and is_in_backward():
             # Checkpointing outside the unit recomputes it inside backward: its own backward is next and needs it whole.
             return False
         # Without gradients nothing will come back for the full tensors, unless this is the first pass of checkpointing.
@@ -179,10 +181,6 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.hooks.post_backward()
         return (None, *gradients)
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

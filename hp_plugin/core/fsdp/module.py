@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.kept import normalized_reshard
 from hp_plugin.core.fsdp.root import Root, unit_of
 from hp_plugin.core.fsdp.schedule import Schedule
 from hp_plugin.core.fsdp.unit import Unit
@@ -82,10 +83,14 @@ class FSDPModule:
         if unit.has_root:
             unit.reshard("reshard")
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are released between forward and backward."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """Whether full parameters are released between forward and backward; a number as in `fully_shard`.
+
+        Every rank must call with a number, before the same forward. Raises ConfigurationError for a number that does
+        not divide the shard group.
+        """
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward = normalized_reshard(reshard_after_forward, unit.info.shard_size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether full parameters are released in backward. False keeps them for the next micro-batch.

@@ -7,6 +7,7 @@ larger the operand of the collective *is* the storage: the shard is the input an
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 
 import torch
@@ -82,6 +83,22 @@ class Operand(abc.ABC):
     def finish_gather(self, counters: Counters) -> None:
         """Completes the full tensors after the all-gather and puts them into the modules."""
 
+    @property
+    def full(self) -> torch.Tensor:
+        """The buffer of the full tensors, 1-D, the group size divides its length. Holds values while gathered."""
+        assert self._full is not None
+        return self._full
+
+    def begin_refill(self) -> torch.Tensor:
+        """Allocates the full tensors again, for a gather that writes all of `full`, and returns `full`."""
+        self.full.untyped_storage().resize_(self._nbytes)
+        return self.full
+
+    def finish_refill(self) -> None:
+        """Puts the refilled full tensors into the modules."""
+        for parameter in self.parameters:
+            parameter.install_full()
+
     def release_full(self) -> None:
         """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
         for parameter in self.parameters:
@@ -142,7 +159,7 @@ class Single(Operand):
     @property
     def _full_numel(self) -> int:
         slot = self._parameter.slot
-        return slot.padded_numel if slot.is_row_major else slot.numel
+        return slot.padded_numel if slot.is_row_major else _round_up(slot.numel, slot.group_size)
 
     def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The input is the shard where it can be, else its own slot of the output, into which it is cast or padded."""
@@ -199,7 +216,8 @@ class Pack(Operand):
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         super().__init__(parameters)
-        self._offsets, self._full_numel = aligned_offsets([p.slot.numel for p in parameters], _ALIGNMENT)
+        self._offsets, end = aligned_offsets([p.slot.numel for p in parameters], _ALIGNMENT)
+        self._full_numel = _round_up(end, self._info.shard_size)
         self._numel = sum(p.slot.numel for p in parameters)
         self._packed: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
@@ -280,6 +298,10 @@ class Pack(Operand):
         torch.cat(pieces, dim=1, out=packed)
         counters.copied_bytes += packed.numel() * dtype.itemsize
         return packed.view(-1)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
 
 
 def _rank_pieces(

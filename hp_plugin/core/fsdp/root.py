@@ -11,12 +11,15 @@ from torch import nn
 from hp_plugin.core.fsdp.bucket import Bucket, Route, compose
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.kept import small_group
 from hp_plugin.core.fsdp.options import RootOptions
+from hp_plugin.core.fsdp.parameter import MeshInfo
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.fsdp.prefetch import Prefetcher
 from hp_plugin.core.fsdp.reduction import DEFAULT_WINDOW, ReductionPipeline
 from hp_plugin.core.fsdp.unit import Unit
 from hp_plugin.core.topology import measure_link
+from hp_plugin.core.transport import C10dTransport
 from hp_plugin.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class Root:
         self._forward_is_open = False
         self.prefetcher = Prefetcher(self._prefetch_budget())
         self._link_bytes: dict[dist.ProcessGroup, int] = {}
+        self._small: dict[tuple[dist.ProcessGroup, int], C10dTransport] = {}
         for each, name in named.items():
             each.attach(self, name)
 
@@ -78,6 +82,7 @@ class Root:
             unit.awaits_reduction = False
             for parameter in unit.parameters:
                 parameter.take_gradient()
+            unit.drop_kept()
             unit.reshard("begin of forward after a failed backward")
 
     def end_forward(self, *, has_backward: bool) -> None:
@@ -98,6 +103,16 @@ class Root:
         if self.options.prefetch is not None:
             return self.options.prefetch
         return max((unit.full_bytes for unit in self.units if unit is not self.unit), default=0)
+
+    def small_transport(self, info: MeshInfo, size: int) -> C10dTransport:
+        """Collectives of the group of `size` ranks inside the shard group of `info`, which is made on the first call.
+
+        Every rank of the shard group must make that first call, in the same order.
+        """
+        key = (info.shard_group, size)
+        if key not in self._small:
+            self._small[key] = C10dTransport(small_group(info, size))
+        return self._small[key]
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +137,8 @@ class Root:
                 if not unit.counted_backward:
                     unit.count_backward()
                 self.finish_backward_of(unit)
+            if unit.outstanding_forwards == 0:
+                unit.drop_kept()
         self.prefetcher.release("end of backward")
         self.prefetcher.backward.end()
         self.pipeline.end_round()

@@ -12,6 +12,7 @@ from torch import nn
 from hp_plugin.core.fsdp.bucket import Route
 from hp_plugin.core.fsdp.counters import WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.kept import KeptParts
 from hp_plugin.core.fsdp.operand import group_operands
 from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from hp_plugin.core.fsdp.root import Root
 
 
+def is_in_backward() -> bool:
+    """Whether the calling thread runs inside a backward of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Unit:
     """The state of one `fully_shard` call.
 
@@ -36,7 +42,7 @@ class Unit:
         policy: Mixed precision.
         options: What `fully_shard` was asked for that holds for the whole root.
         reshard_after_forward: Whether full tensors are released between forward and backward. None: yes, except in the
-            root unit, which backward needs first.
+            root unit, which backward needs first. A number, as `normalized_reshard` gives it: see `kept.py`.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class Unit:
         info: MeshInfo,
         policy: MixedPrecisionPolicy,
         options: RootOptions,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.modules = tuple(modules)
         self.parameters = parameters
@@ -74,6 +80,8 @@ class Unit:
         self._root: Root | None = None
         self._phase = Phase.SHARDED
         self._gather: Pending | None = None
+        self._gathers_kept = False
+        self._kept: KeptParts | None = None
         self.gradients: UnitGradients | None = None
         """Storage of the sharded gradients; exists from the first backward on."""
         self._planned_for: list[ShardedParameter] = []
@@ -114,7 +122,7 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """`reshard_after_forward` with its default resolved."""
         if self.reshard_after_forward is not None:
-            return self.reshard_after_forward
+            return bool(self.reshard_after_forward)
         return self._root is None or self._root.unit is not self
 
     @functools.cached_property
@@ -136,19 +144,25 @@ class Unit:
             return
         self.enter(Phase.GATHERING, hook)
         counters = self.root.counters
-        outputs, inputs = [], []
-        for parameter in self.parameters:
-            parameter.adopt_replacement()
-        for operand in self.operands:
-            gathered = operand.begin_gather(counters)
-            if gathered is not None:
-                outputs.append(gathered[0])
-                inputs.append(gathered[1])
-        if outputs and self._transport is not None:
-            self._gather = self._transport.all_gather(outputs, inputs)
+        # What forward kept is of the weights of that forward: good for its backward and for nothing else.
+        self._gathers_kept = self._kept is not None and self._kept.is_held and is_in_backward()
+        if self._kept is not None and self._gathers_kept:
+            outputs, inputs = self._kept.begin_gather()
+            transport: C10dTransport | None = self._kept.transport
+        else:
+            outputs, inputs = self._begin_gather()
+            transport = self._transport
+        if outputs and transport is not None:
+            self._gather = transport.all_gather(outputs, inputs)
             self.root.note("intra", "all-gather", self)
             counters.all_gathers += 1
             counters.all_gather_bytes += sum(o.numel() * o.dtype.itemsize for o in outputs)
+
+    def _begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        for parameter in self.parameters:
+            parameter.adopt_replacement()
+        gathered = [operand.begin_gather(self.root.counters) for operand in self.operands]
+        return [g[0] for g in gathered if g is not None], [g[1] for g in gathered if g is not None]
 
     @torch.no_grad()
     def wait_for_unshard(self, hook: str) -> None:
@@ -156,18 +170,43 @@ class Unit:
         if self._phase is not Phase.GATHERING:
             return
         self._wait_for_gather()
-        for operand in self.operands:
-            operand.finish_gather(self.root.counters)
+        if self._gathers_kept:
+            for operand in self.operands:
+                operand.finish_refill()
+            if self.outstanding_forwards <= 1:
+                self.drop_kept()
+        else:
+            for operand in self.operands:
+                operand.finish_gather(self.root.counters)
         self.enter(Phase.UNSHARDED, hook)
 
-    def reshard(self, hook: str) -> None:
-        """Puts the shards back into the modules and releases the full tensors. No communication."""
+    @torch.no_grad()
+    def reshard(self, hook: str, *, for_backward: bool = False) -> None:
+        """Puts the shards back into the modules and releases the full tensors. No communication.
+
+        Args:
+            hook: Who calls, for messages.
+            for_backward: Keep what `reshard_after_forward` says for the backward of the forward that ends here.
+        """
         if self._phase is Phase.SHARDED:
             return
         self._wait_for_gather()
+        number = self.reshard_after_forward
+        if for_backward and type(number) is int:
+            self._keep(number)
         for operand in self.operands:
             operand.release_full()
         self.enter(Phase.SHARDED, hook)
+
+    def _keep(self, number: int) -> None:
+        if self._kept is None or self._kept.transport.group.size() != number:
+            self._kept = KeptParts(self.operands, self.root.small_transport(self.info, number))
+        self._kept.keep(self.root.counters)
+
+    def drop_kept(self) -> None:
+        """Frees what was kept for a backward."""
+        if self._kept is not None:
+            self._kept.drop()
 
     def _wait_for_gather(self) -> None:
         if self._gather is not None:
@@ -286,5 +325,5 @@ class Unit:
             "numel": sum(p.slot.numel for p in self.parameters),
             "bytes_at_rest": sum(p.local.numel() * p.master_dtype.itemsize for p in self.parameters),
             "bytes_unsharded": sum(p.slot.padded_numel * p.compute_dtype.itemsize for p in self.parameters),
-            "reshard_after_forward": self.reshards_after_forward,
+            "reshard_after_forward": self.reshard_after_forward or self.reshards_after_forward,
         }
