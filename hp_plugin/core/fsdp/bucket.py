@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.gradients import UnitGradients, storage_references
 from hp_plugin.core.fsdp.slot import aligned_offsets
 from hp_plugin.core.transport.lane import Lane, Ticket
 
@@ -66,10 +66,12 @@ class Bucket:
     tickets: list[Ticket] = field(default_factory=list)
     _flat: torch.Tensor | None = None
     _side: torch.Tensor | None = None
+    _own_references: int = 0
 
     def __post_init__(self) -> None:
         offsets, self.numel = aligned_offsets([u.numel for u in self.units], 1)
         self._offsets = dict(zip(self.units, offsets))
+        self._gaps = [(at + start, length) for unit, at in self._offsets.items() for start, length in unit.gaps]
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +114,30 @@ class Bucket:
             for each in self.units:
                 if each.reduces_in_grad:
                     each.use_flat(self._slice(self._flat, each))
+            self._own_references = storage_references(self._flat)
+        elif self._flat.untyped_storage().size() == 0:
+            self._flat.untyped_storage().resize_(self.num_bytes)
+            self._clear_gaps(self._flat)
         return unit.flat
+
+    def release_flat(self) -> None:
+        """Gives back the memory of the flat buffer while no gradient and no sum exists, thus during forward.
+
+        Views and addresses stay, so the same `.grad` objects serve the next step. Whoever kept a gradient, or a view of
+        one, past the end of its step keeps it: then the buffer is left to them and a new one made.
+        """
+        flat = self._flat
+        if flat is None or flat.untyped_storage().size() == 0:
+            return
+        if not all(unit.partial is None and (unit.flat_is_free or not unit.reduces_in_grad) for unit in self.units):
+            return
+        expected = self._own_references + sum(unit.flat_references for unit in self.units)
+        if storage_references(flat) == expected and not any(unit.wrappers_are_shared for unit in self.units):
+            flat.untyped_storage().resize_(0)
+            return
+        self._flat = None
+        for unit in self.units:
+            unit.forget_flat()
 
     def release_side(self) -> None:
         """Drops the side buffer once no partial sum lies in it."""
@@ -120,8 +145,14 @@ class Bucket:
             self._side = None
 
     def _new_buffer(self) -> torch.Tensor:
-        # Zeros: the gaps between slots cross with the rest and must not grow into inf or nan.
-        return torch.zeros(self.numel, dtype=self.route.dtype, device=self.device)
+        buffer = torch.empty(self.numel, dtype=self.route.dtype, device=self.device)
+        self._clear_gaps(buffer)
+        return buffer
+
+    def _clear_gaps(self, buffer: torch.Tensor) -> None:
+        # The gaps between slots cross with the rest and must not grow into inf or nan. Slots are always written whole.
+        for start, length in self._gaps:
+            buffer.narrow(0, start, length).zero_()
 
     def _slice(self, buffer: torch.Tensor, unit: UnitGradients) -> torch.Tensor:
         return buffer.narrow(0, self._offsets[unit], unit.numel)

@@ -14,6 +14,8 @@ class WaitCause(str, enum.Enum):
 
     ALL_GATHER = "all_gather"
     """For the parameters of the unit that runs next. Unavoidable where the gather is late."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """For the reduce-scatter of the unit before, whose operands are to go before this unit's begin to travel."""
     WINDOW = "window"
     """For a buffer beside `.grad`: all that the window allows hold sums that cross between supernodes."""
     END_OF_BACKWARD = "end_of_backward"

@@ -12,6 +12,7 @@ The sum of micro-batches that is not yet reduced between supernodes is the unit'
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -54,12 +55,37 @@ class UnitGradients:
         self._flat: torch.Tensor | None = None
         self._stores: list[torch.Tensor] = []
         self._wrappers: list[DTensor] = []
+        self._wrapper_references: list[int] = []
+        self.flat_references = 0
+        """Views of the flat buffer that this unit has made of its slice."""
 
     # ---- views ------------------------------------------------------------------------------------------------------
 
     def use_flat(self, flat: torch.Tensor) -> None:
         """Gives this unit its slice of the bucket's permanent buffer: 1-D, `numel` zeros."""
         self._flat = flat
+
+    def forget_flat(self) -> None:
+        """Leaves the flat buffer to whoever else holds views of it."""
+        self._flat, self.flat_references = None, 0
+        if self.reduces_in_grad:
+            self._stores, self._wrappers = [], []
+
+    @property
+    def wrappers_are_shared(self) -> bool:
+        """Whether anyone but this object holds one of the DTensors that serve as `.grad`, none of which is one now."""
+        return bool(self._wrappers) and self._count_wrapper_references() != self._wrapper_references
+
+    def _count_wrapper_references(self) -> list[int]:
+        counts = [sys.getrefcount(wrapper) for wrapper in self._wrappers]
+        return counts + [sys.getrefcount(wrapper._local_tensor) for wrapper in self._wrappers]
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """(start, length) of what lies between the slots of this unit's buffer and is never written."""
+        ends = [start + operand.slot_numel for start, operand in zip(self._operand_offsets, self.operands)]
+        starts = [*self._operand_offsets[1:], self.numel]
+        return [(end, start - end) for end, start in zip(ends, starts) if start > end]
 
     @property
     def flat(self) -> torch.Tensor:
@@ -121,11 +147,21 @@ class UnitGradients:
     def _grad_wrappers(self) -> list[DTensor]:
         """The DTensors that serve as `.grad`, built once: a construction costs as much as a small kernel."""
         if not self._wrappers:
-            if self.reduces_in_grad:
-                assert self._flat is not None
-                self._stores = self._views(self._flat)
+            shared = self.flat if self.reduces_in_grad else None
+            before = storage_references(shared)
+            if shared is not None:
+                self._stores = self._views(shared)
             else:
                 self._stores = [torch.empty_like(p.local) for p in self.parameters]
             self._wrappers = [p.wrap(store) for p, store in zip(self.parameters, self._stores)]
+            self.flat_references = storage_references(shared) - before
+            self._wrapper_references = self._count_wrapper_references()
             self._counters.gradient_dtensors_built += len(self._wrappers)
         return self._wrappers
+
+
+def storage_references(tensor: torch.Tensor | None) -> int:
+    """How many tensors share the storage of `tensor`; 0 for None."""
+    if tensor is None:
+        return 0
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

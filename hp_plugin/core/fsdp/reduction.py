@@ -93,6 +93,7 @@ class ReductionPipeline:
         self.schedule: Schedule | None = None
         self._bucket_of: dict[UnitGradients, Bucket] = {}
         self._crossing: list[Crossing] = []
+        self._intra: Ticket | None = None
 
     def use(self, buckets: Sequence[Bucket]) -> None:
         """Sets the buckets. Nothing may be in flight."""
@@ -111,6 +112,7 @@ class ReductionPipeline:
         bucket = self._bucket_of[unit]
         if unit.is_in_flight:
             self._finish_until(lambda: not unit.is_in_flight)
+        self._settle_intra()
         reduction = make()
         self._start_intra(bucket, unit, reduction)
         bucket.round[unit] = Member(all_reduce=reduction.all_reduce, scale=1.0 / reduction.divide_factor)
@@ -134,13 +136,27 @@ class ReductionPipeline:
             self.counters.reduce_scatter_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
             self._note("intra", "reduce-scatter", [unit])
 
+        # The collective alone keeps the operands from here on, so that each goes when it is summed.
+        bucket.lane.protect(operands)
+        operands.clear()
+
         def complete() -> None:
-            bucket.lane.protect(operands)
             pending.wait()
             if earlier is not None:
                 accumulate_scaled_(earlier, target, 1.0)
 
-        bucket.tickets.append(bucket.lane.submit(complete))
+        self._intra = bucket.lane.submit(complete)
+        bucket.tickets.append(self._intra)
+
+    def _settle_intra(self) -> None:
+        """Waits for the reduction inside the supernode of the unit before, which has had a backward's time.
+
+        It bounds the unsharded gradients that exist at once: those of the unit that runs and of the one before.
+        """
+        ticket, self._intra = self._intra, None
+        if ticket is not None and not ticket.is_done:
+            with self.counters.waiting(WaitCause.REDUCE_SCATTER):
+                ticket.wait()
 
     def _launch(self, bucket: Bucket) -> None:
         """Sends what has been submitted of a bucket across, behind the jobs that complete it."""
@@ -202,6 +218,7 @@ class ReductionPipeline:
 
     def discard(self) -> None:
         """Drops everything in flight: the backward that submitted it has failed, alike on every rank."""
+        self._intra = None
         for bucket in self.buckets:
             _outlive(bucket.tickets, ())
         for crossing in self._crossing:

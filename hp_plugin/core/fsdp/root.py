@@ -68,6 +68,8 @@ class Root:
         """Called when the root's forward starts, outside backward. A backward that is still open has failed."""
         if self._backward_is_open:
             self._abandon_backward()
+        for bucket in self.pipeline.buckets:
+            bucket.release_flat()
         self.prefetcher.release("begin of forward after a failed one")
         self._forward_is_open = True
         self.is_in_training_forward = torch.is_grad_enabled()

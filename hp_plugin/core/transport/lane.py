@@ -165,11 +165,13 @@ def _run(jobs: queue.SimpleQueue[tuple[Job, list[Any], _ThreadTicket] | None]) -
 
 
 class _StreamTicket:
-    is_done = True  # as seen by the host: everything is queued
-
     def __init__(self, device: Device, event: Any) -> None:
         self._device = device
         self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._device.current_stream().wait_event(self._event)

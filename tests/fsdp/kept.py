@@ -1,0 +1,52 @@
+"""Rank functions: what is alive between steps, and gradients that someone keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_plugin import HyperAdamW
+from hp_plugin.core.fsdp.root import unit_of
+from tests.fsdp.twins import batch, make_mesh, pair
+
+
+def gradients_kept_past_the_step(replicate: int, shard: int) -> dict[str, bool]:
+    """Trains three steps, keeping gradients of the first in three ways."""
+    _, sharded = pair(make_mesh(replicate, shard))
+    optimizer = HyperAdamW(sharded.parameters(), lr=1e-2)
+    unit = unit_of(sharded)
+    assert unit is not None
+
+    def backward(index: int) -> None:
+        optimizer.zero_grad()
+        sharded(batch(index)[dist.get_rank()]).square().mean().backward()
+
+    def flat_bytes() -> int:
+        buckets = unit.root.pipeline.buckets
+        return sum(0 if b._flat is None else b._flat.untyped_storage().nbytes() for b in buckets)
+
+    found: dict[str, Any] = {}
+    backward(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    sharded(batch(1)[dist.get_rank()])
+    found["memory is given back in forward"] = flat_bytes() == 0
+    for way in ("gradient", "local", "view"):
+        backward(2)
+        parameters = [p for p in sharded.parameters() if p.grad._local_tensor.numel()]
+        kept: Any = {
+            "gradient": lambda p: p.grad,
+            "local": lambda p: p.grad._local_tensor,
+            "view": lambda p: p.grad._local_tensor[:1],
+        }[way](parameters[0])
+        value = (kept._local_tensor if way == "gradient" else kept).clone()
+        optimizer.step()
+        backward(3)
+        found[f"{way} kept"] = torch.equal(kept._local_tensor if way == "gradient" else kept, value)
+        found[f"{way} is not the new gradient"] = not torch.equal(
+            parameters[0].grad._local_tensor[:1].flatten()[:1], value.flatten()[:1]
+        )
+        del kept
+    return found
