@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,6 +98,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def forget_what_is_alive() -> None:
+    """Leaves everything that exists now out of later `live_bytes`: the modules of torch take long to look through."""
+    gc.collect()
+    gc.freeze()
+
+
 def live_bytes() -> int:
     """Bytes of all storages that Python holds through a tensor. Tensors that only autograd holds are not seen."""
     gc.collect()
@@ -108,3 +115,14 @@ def live_bytes() -> int:
             storage = candidate.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def settled_live_bytes() -> int:
+    """`live_bytes` once it no longer changes: lanes give up what they hold a moment after their peers have answered."""
+    found = [live_bytes()]
+    while len(found) < 4 or len(set(found[-3:])) > 1:
+        if len(found) == 100:
+            raise AssertionError(f"live memory does not settle: {found[-10:]}")
+        time.sleep(0.02)
+        found.append(live_bytes())
+    return found[-1]

@@ -1,4 +1,4 @@
-"""A back end like HCCL and XCCL: gloo underneath, but every reduction except SUM is refused and nothing is coalesced."""
+"""A back end like HCCL and XCCL: gloo underneath, but reductions other than SUM are refused, nothing is coalesced."""
 
 from __future__ import annotations
 
