@@ -85,7 +85,7 @@ class Variant(abc.ABC):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs backward and makes every gradient final."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def update(self) -> None:
         """Steps the optimizer and clears the gradients."""

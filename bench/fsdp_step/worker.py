@@ -96,8 +96,7 @@ class _Worker:
 
     def _step(self, name: str) -> torch.Tensor:
         resident = self.residents[name]
-        loss = resident.variant.step(self._next_batch(resident))
-        return loss
+        return resident.variant.step(self._next_batch(resident))
 
     def _next_batch(self, resident: _Resident) -> tuple[torch.Tensor, torch.Tensor]:
         resident.steps += 1
@@ -125,7 +124,9 @@ class _Worker:
 
     def _require_equal_waits(self) -> None:
         if len(set(self.result.waits.values())) > 1:
-            raise RuntimeError(f"the compute floor is not the same for all variants: waits per step {self.result.waits}")
+            raise RuntimeError(
+                f"the compute floor is not the same for all variants: waits per step {self.result.waits}"
+            )
 
     # ---- measuring --------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,9 @@ class _Worker:
         """Follows a drift of the machine; one slow round is none."""
         if self.pace is None:
             return
-        off = [one.times[FLOOR] - balance.compute_over_wire * one.wire for one in rounds if one.layer == self.pace.layer_s]
+        off = [
+            one.times[FLOOR] - balance.compute_over_wire * one.wire for one in rounds if one.layer == self.pace.layer_s
+        ]
         if (excess := drift(off, rejected=[not one.kept for one in rounds][-len(off) :])) is not None:
             self._correct(balance, rounds[-1].wire * balance.compute_over_wire + excess, rounds[-1].wire)
 

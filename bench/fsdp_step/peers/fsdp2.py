@@ -110,13 +110,13 @@ def _tune(model: Transformer, units: list[torch.nn.Module], options: Options) ->
     depth = options["prefetch"]
     if depth == 1:
         return
-    shards = [unit for unit in units if isinstance(unit, FSDPModule)]
+    shards: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for position, unit in enumerate(shards):
         unit.set_modules_to_forward_prefetch(shards[position + 1 : position + 1 + depth])
         unit.set_modules_to_backward_prefetch(shards[max(0, position - depth) : position][::-1])
 
 
 def _is_separate(units: list[torch.nn.Module]) -> bool:
-    """Whether the group of the reduce-scatter is another than that of the all-gather, by FSDP2's own state."""
-    group = units[0]._get_fsdp_state()._fsdp_param_group
-    return getattr(group, "_reduce_scatter_process_group", None) is not getattr(group, "_all_gather_process_group", None)
+    """Whether reduce-scatters have another group than all-gathers, by FSDP2's own state."""
+    group: Any = units[0]._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    return group._reduce_scatter_process_group is not group._all_gather_process_group

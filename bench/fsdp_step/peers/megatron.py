@@ -1,7 +1,7 @@
 """Megatron's DistributedDataParallel on the benchmark's model, with and without its distributed optimizer.
 
-The classes, buffers and buckets are Megatron's own. On CPU they run under the compatibility layer of hp_plugin.megatron,
-which emulates the names of torch.cuda that they read.
+The classes, buffers and buckets are Megatron's own. On CPU they run under the compatibility layer of
+hp_plugin.megatron, which emulates the names of torch.cuda that they read.
 """
 
 from __future__ import annotations

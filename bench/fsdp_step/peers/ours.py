@@ -32,7 +32,7 @@ class Ours(Variant):
     @property
     def root(self) -> Root:
         """The engine's root object."""
-        self.module.fsdp_counters()  # connects the units to a root where no forward has done so
+        self.module.fsdp_counters()  # type: ignore[operator]  # connects the units to a root where no forward has done so
         unit = unit_of(self.module)
         assert unit is not None
         return unit.root

@@ -17,7 +17,7 @@ class TorchDDP(Variant):
     """DDP with one bucket size; gradients are views of the buckets."""
 
     def __init__(self, context: Context, options: Options) -> None:
-        self.module = DistributedDataParallel(
+        self.module = self.ddp = DistributedDataParallel(
             context.model(),
             bucket_cap_mb=options["bucket_bytes"] / _MIB,
             gradient_as_bucket_view=options["gradient_as_bucket_view"],
@@ -31,7 +31,7 @@ class TorchDDP(Variant):
 
     def facts(self) -> dict[str, Any]:
         """DDP's own account of its buckets, after it has rebuilt them in the order of backward."""
-        data = self.module._get_ddp_logging_data()
+        data = self.ddp._get_ddp_logging_data()
         sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
         return {
             "buckets": len([size for size in sizes.split(",") if size.strip()]),

@@ -1,0 +1,195 @@
+"""From rounds to rows, ratios and notes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bench import paired
+from bench.errors import BenchError
+from bench.fsdp_step.bound import Schedule, schedule_of
+from bench.fsdp_step.job import Equality, Job, Result, Round
+from bench.fsdp_step.peers import ABLATIONS
+from bench.fsdp_step.settings import FLOOR, OURS
+from bench.fsdp_step.traffic import expected_bytes
+from bench.report import Report, say
+
+if TYPE_CHECKING:
+    from bench.fsdp_step.command import Plan
+
+BYTES_TOLERANCE = 0.05
+ON_GLOO = "on gloo FSDP2 is synchronous; this says nothing about GPU or NPU"
+_NOTES = (
+    f"Ratios to fsdp2, fsdp2_tuned and fsdp2_hook: {ON_GLOO}.",
+    "Every variant runs the options that were best for it in sweep.json; fp32 on every wire, AdamW (fused) everywhere.",
+    (
+        "compute is the step of the floor: the same compute, the optimizer on one rank's share, no communication. wire "
+        "is the all-reduce of all gradient shards between supernodes, measured before and after each round."
+    ),
+    (
+        "step_vs_bound is over the closed form of our schedule: forward, then backward beside a first-in-first-out "
+        "link, unit by unit, then the optimizer. step_vs_ideal is over max(compute, wire)."
+    ),
+    "Link bytes are what a supernode sends per step, from the kernel's counters, without protocol headers.",
+)
+
+Found = Mapping[str, tuple[Job, Result]]
+
+
+def make_report(plan: Plan, found: Found, failures: Mapping[str, str]) -> Report:
+    """The report of all sets.
+
+    Raises:
+        BenchError: losses or gradient norms differ between variants.
+    """
+    for name, (_, result) in found.items():
+        require_equality(result.equality, tolerance=plan.settings.equality_tolerance, where=name)
+    report = Report("fsdp-step", environment=plan.describe())
+    for set_name, (job, result) in found.items():
+        for balance in result.rounds:
+            report.rows += _rows(plan, set_name, balance, job, result)
+            report.rounds += [
+                {"set": set_name, "balance": balance, **one.model_dump(mode="json")} for one in result.rounds[balance]
+            ]
+    balances = list(dict.fromkeys(balance for _, result in found.values() for balance in result.rounds))
+    for balance in balances:
+        _add_ratios(report, balance, found)
+    _add_equality(report, found)
+    report.notes += _NOTES
+    report.notes += [f"The set {name} did not run to its end: {reason}" for name, reason in failures.items()]
+    report.notes += [
+        f"{name}: {reason}." for _, result in found.values() for name, reason in result.unavailable.items()
+    ]
+    _check_bytes(report)
+    return report
+
+
+def require_equality(equality: Mapping[str, Equality], *, tolerance: float, where: str) -> None:
+    """Demands the losses and norms of ours of every variant but the floor, which does not reduce its gradients.
+
+    Raises:
+        BenchError: one differs by more than the relative `tolerance`.
+    """
+    wanted = equality[OURS]
+    for name, one in equality.items():
+        if name == FLOOR:
+            continue
+        for what, mine, theirs in (("loss", wanted.losses, one.losses), ("gradient norm", wanted.norms, one.norms)):
+            for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if not abs(a - b) <= tolerance * abs(a):
+                    raise BenchError(
+                        f"set {where}: in step {step} the {what} of {name} is {b!r}, that of {OURS} {a!r}; expected "
+                        f"at most {tolerance:g} relative between them. One of the two trains another model, so no "
+                        "time is reported"
+                    )
+
+
+def kept(rounds: list[Round]) -> list[Round]:
+    """The rounds that count."""
+    return paired.select(rounds, lambda one: one.kept).kept
+
+
+def schedule_of_round(one: Round, sizes: list[int]) -> Schedule:
+    """Inputs of the bound, as measured in this round."""
+    forward, backward, update = one.floor_phases
+    return schedule_of(
+        sizes, layer_s=one.layer, forward_s=forward, backward_s=backward, optimizer_s=update, wire_s=one.wire
+    )
+
+
+def _rows(plan: Plan, set_name: str, balance: str, job: Job, result: Result) -> list[dict[str, Any]]:
+    rounds = result.rounds[balance]
+    good = kept(rounds)
+    rows = []
+    for entry in job.variants:
+        if entry.name in result.unavailable:
+            rows.append({"balance": balance, "variant": entry.name, "status": result.unavailable[entry.name]})
+            continue
+        row: dict[str, Any] = {"balance": balance, "set": set_name, "variant": entry.name}
+        row["rounds"] = len(good)
+        if good:
+            row |= _figures(plan, entry.kind, entry.name, good, result)
+        row["rejected"] = len(rounds) - len(good)
+        row["options"] = ", ".join(f"{key}={value}" for key, value in entry.options.items())
+        rows.append(row)
+    return rows
+
+
+def _figures(plan: Plan, kind: str, name: str, good: list[Round], result: Result) -> dict[str, Any]:
+    times = [one.times[name] for one in good]
+    sent = statistics.median(one.link_bytes[name] for one in good)
+    figures: dict[str, Any] = {
+        "step_ms": statistics.median(times) * 1e3,
+        "least_ms": min(times) * 1e3,
+        "most_ms": max(times) * 1e3,
+        "over_compute": statistics.median(one.times[name] / one.times[FLOOR] for one in good),
+        "link_mb": sent / 1e6,
+    }
+    expected = expected_bytes(kind, parameters=result.parameters, supernodes=plan.supernodes, ranks=plan.ranks)
+    if expected:
+        figures["link_mb_formula"] = expected / 1e6
+        figures["link_vs_formula"] = sent / expected
+    if name == FLOOR:
+        figures["wire_ms"] = statistics.median(one.wire for one in good) * 1e3
+        figures["compute_over_wire"] = statistics.median(one.times[FLOOR] / one.wire for one in good)
+    if name == OURS:
+        bounds = [schedule_of_round(one, result.unit_sizes).step() for one in good]
+        figures["bound_ms"] = statistics.median(bounds) * 1e3
+    return figures
+
+
+def _add_ratios(report: Report, balance: str, found: Found) -> None:
+    every: list[tuple[Round, list[int]]] = []
+    for job, result in found.values():
+        good = kept(result.rounds.get(balance, []))
+        every += [(one, result.unit_sizes) for one in good]
+        if not good:
+            say(f"no round of {balance} was kept in one set: the machine drifts; run again when it is quiet")
+            continue
+        times = [one.times for one in good]
+        for name in (entry.name for entry in job.variants if entry.name not in result.unavailable):
+            if name in ABLATIONS:
+                key = name if balance in ("c1", "real") else f"{balance}_{name}"
+                report.add_ratio(key, paired.ratios(times, name, OURS))
+            elif name not in (FLOOR, OURS):
+                report.add_ratio(f"{balance}_step_vs_{name}", paired.ratios(times, OURS, name))
+    if not every:
+        return
+    rounds = [one for one, _ in every]
+    bounds = [schedule_of_round(one, sizes).step() for one, sizes in every]
+    ideals = [max(one.times[FLOOR], one.wire) for one in rounds]
+    report.add_ratio(f"{balance}_step_vs_ideal", [one.times[OURS] / ideal for one, ideal in zip(rounds, ideals)])
+    report.add_ratio(f"{balance}_step_vs_bound", [one.times[OURS] / bound for one, bound in zip(rounds, bounds)])
+    exposed = [1 - one.times[FLOOR] / one.times[OURS] for one in rounds]
+    report.add_ratio(f"{balance}_exposed_comm_fraction", exposed)
+
+
+def _add_equality(report: Report, found: Found) -> None:
+    largest = 0.0
+    for _, result in found.values():
+        wanted = result.equality[OURS]
+        for name, one in result.equality.items():
+            if name != FLOOR:
+                pairs = [*zip(wanted.losses, one.losses), *zip(wanted.norms, one.norms)]
+                largest = max([largest, *(abs(a - b) / abs(a) for a, b in pairs)])
+    steps = max(len(result.equality[OURS].losses) for _, result in found.values())
+    report.environment["largest_relative_difference"] = largest
+    report.environment["facts"] = {
+        f"{set_name}/{name}": facts for set_name, (_, result) in found.items() for name, facts in result.facts.items()
+    }
+    report.notes.append(
+        f"Losses and gradient norms of all variants agree over {steps} steps; "
+        f"largest relative difference {largest:.1e}."
+    )
+
+
+def _check_bytes(report: Report) -> None:
+    measured = [row for row in report.rows if "link_vs_formula" in row]
+    off = [row for row in measured if not paired.in_balance(row["link_vs_formula"], 1.0, tolerance=BYTES_TOLERANCE)]
+    report.environment["link_bytes_agree"] = not off if measured else None
+    for row in off:
+        report.notes.append(
+            f"WARNING: {row['variant']} ({row['balance']}) sent {row['link_mb']:.1f} MB per step over the link, the "
+            f"closed form says {row['link_mb_formula']:.1f} MB."
+        )
