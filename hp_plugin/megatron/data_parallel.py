@@ -30,7 +30,10 @@ class WrapperOptions:
     Attributes:
         supernode_size: Ranks per supernode, or "auto" to go by host names.
         shard_size: Over how many data-parallel ranks a parameter is split.
-        reshard_after_forward: Free the full parameters between forward and backward.
+        reshard_after_forward: Free the full parameters between forward and backward; a number as in `fully_shard`.
+        bucket_bytes: As in `fully_shard`; so are the two below.
+        window: See there.
+        prefetch: See there.
         transport: As in `fully_shard`.
         mode: As in `fully_shard`.
         optimizer_sharding: As in `fully_shard`.
@@ -40,7 +43,10 @@ class WrapperOptions:
 
     supernode_size: int | Literal["auto"] = "auto"
     shard_size: int | Literal["supernode", "world"] = "supernode"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
+    bucket_bytes: int | None = None
+    window: int | None = None
+    prefetch: int | None = None
     transport: str = "auto"
     mode: str = "production"
     optimizer_sharding: str = "auto"
@@ -60,6 +66,9 @@ def options_from_arguments() -> WrapperOptions:
         supernode_size=args.hyperfsdp_supernode_size,
         shard_size=args.hyperfsdp_shard_size,
         reshard_after_forward=args.hyperfsdp_reshard_after_forward,
+        bucket_bytes=args.hyperfsdp_bucket_bytes,
+        window=args.hyperfsdp_window,
+        prefetch=args.hyperfsdp_prefetch,
         transport=args.hyperfsdp_transport,
         mode=args.hyperfsdp_mode,
         optimizer_sharding=args.hyperfsdp_optimizer_sharding,

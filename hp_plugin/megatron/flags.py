@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -45,8 +45,9 @@ class HyperFSDPOptions(BaseModel):
     )
     reshard_after_forward: bool | PositiveInt = Field(
         True,
-        title="true or false",
-        description="free the full parameters of a layer after its forward and gather them again in backward",
+        title="true, false or a number of ranks",
+        description="free the full parameters of a layer after its forward and gather them again in backward; a number "
+        "that divides the shard size keeps them sharded over that many ranks in between",
     )
     transport: Literal["auto", "shm", "symm_mem", "c10d"] = Field(
         "auto", title="auto or c10d", description="how bytes move inside a supernode; auto is c10d today"
@@ -62,9 +63,21 @@ class HyperFSDPOptions(BaseModel):
         title="auto, fp32 or bf16",
         description="dtype of the gradient reduction; auto follows --accumulate-allreduce-grads-in-fp32",
     )
-    bucket_bytes: PositiveInt | None = Field(None, title="a positive number of bytes", description="not available yet")
-    window: PositiveInt | None = Field(None, title="a positive number of buckets", description="not available yet")
-    prefetch: PositiveInt | None = Field(None, title="a positive number of units", description="not available yet")
+    bucket_bytes: PositiveInt | None = Field(
+        None,
+        title="a positive number of bytes",
+        description="gradient bytes per message between supernodes; by default what suits the measured link",
+    )
+    window: PositiveInt | None = Field(
+        None,
+        title="a positive number of buckets",
+        description="gradient buckets that may wait for the link between supernodes; by default 2",
+    )
+    prefetch: NonNegativeInt | None = Field(
+        None,
+        title="a number of bytes, or 0 for none",
+        description="bytes of full parameters gathered ahead of their use; by default those of the largest layer",
+    )
     deterministic: bool = Field(False, title="true or false", description="not available yet")
     device: Literal["auto", "cpu"] = Field(
         "auto",
@@ -236,9 +249,6 @@ _UNAVAILABLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "transport": (("shm", "symm_mem"), "use auto or c10d"),
     "mode": (("validation",), "use production"),
     "optimizer_sharding": (("shard_replicate",), "use auto or shard"),
-    "bucket_bytes": (None, "every layer is reduced in one bucket of its own; remove the option"),
-    "window": (None, "remove the option"),
-    "prefetch": (None, "remove the option"),
     "migrate": (None, "remove the option"),
 }
 
@@ -252,11 +262,6 @@ def _refuse_unavailable(options: HyperFSDPOptions) -> None:
         raise UnsupportedError(
             f"{flag_of('deterministic')} is not available in this release; remove the option. "
             "Repeated runs on the same ranks already give the same digits with gloo."
-        )
-    if not isinstance(options.reshard_after_forward, bool):
-        raise UnsupportedError(
-            f"{flag_of('reshard_after_forward')} {options.reshard_after_forward} (resharding to a smaller group) is "
-            "not available in this release; use true to save memory or false to save communication."
         )
 
 

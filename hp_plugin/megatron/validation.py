@@ -160,7 +160,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 )
 
 
-_NO_BUCKETS = "a unit is reduced as a whole"
+_NO_BUCKETS = f"gradients are put into buckets by {flag_of('bucket_bytes')}"
 
 WITHOUT_EFFECT: tuple[Conflict, ...] = (
     Conflict("--ddp-num-buckets", "ddp_num_buckets", _given, _NO_BUCKETS),
@@ -229,8 +229,18 @@ def check_topology(args: argparse.Namespace, options: HyperFSDPOptions) -> None:
             f"{flag_of('shard_size')} {shard} does not divide the data-parallel size {data_parallel} ({world} ranks / "
             f"{model_parallel} model-parallel); choose one of {_divisors(data_parallel)}."
         )
+    _check_reshard(options)
     if isinstance(size, int):
         _check_groups(args.tensor_model_parallel_size, data_parallel, world, size, shard)
+
+
+def _check_reshard(options: HyperFSDPOptions) -> None:
+    shard, number = options.shard_size, options.reshard_after_forward
+    if isinstance(shard, int) and not isinstance(number, bool) and shard % number:
+        raise ConfigurationError(
+            f"{flag_of('reshard_after_forward')} {number} does not divide {flag_of('shard_size')} {shard}; choose one "
+            f"of {_divisors(shard)}, true or false."
+        )
 
 
 def _check_groups(tensor: int, data: int, world: int, size: int, shard: int | str) -> None:

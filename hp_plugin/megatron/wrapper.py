@@ -44,7 +44,7 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             and are reduced between supernodes once per step.
         ddp_config: Megatron's `DistributedDataParallelConfig`; `grad_reduce_in_fp32` and `check_for_nan_in_grad` count.
         module: The model, possibly inside `Float16Module`, with its full weights (of this tensor-parallel rank).
-        disable_bucketing: Accepted for the signature; every unit is one bucket.
+        disable_bucketing: Accepted for the signature; see `bucket_bytes` of `fully_shard`.
         pg_collection: Process groups; Megatron's global ones if None.
         options: Where they do not come from Megatron's arguments.
     """
@@ -102,6 +102,9 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             transport=options.transport,
             mode=options.mode,
             optimizer_sharding=options.optimizer_sharding,
+            bucket_bytes=options.bucket_bytes,
+            window=options.window,
+            prefetch=options.prefetch,
         )
         for unit in unit_modules(model, lambda module: isinstance(module, TransformerLayer)):
             fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **settings)

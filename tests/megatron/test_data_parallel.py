@@ -103,6 +103,14 @@ def test_a_wrong_divisor_would_be_seen():
         assert all(difference > 0.1 for difference in found.values())
 
 
+@pytest.mark.full
+def test_options_of_the_engine_reach_it_and_change_no_gradient():
+    options = {"bucket_bytes": 1000, "window": 1, "prefetch": 0, "reshard_after_forward": 2}
+    for found, arrived in run(4, wrapped.tuned, supernode_size=4, **options):
+        assert arrived == [1000, 1, 0, False, 2, 2], "the root stays gathered, the two layers go to groups of two"
+        assert found.keys() and all(difference < 2e-6 for difference in found.values()), found
+
+
 def test_the_interface_that_megatron_uses_is_there():
     for facts in run(2, wrapped.interface, supernode_size=1):
         assert facts == dict.fromkeys(facts, True), facts

@@ -53,6 +53,17 @@ def test_resolved_values_on_the_namespace_are_plain_and_read_back_equal() -> Non
     assert flags.HyperFSDPOptions.from_args(args) == options
 
 
+def test_sizes_of_buckets_and_prefetch_reach_the_options() -> None:
+    options = resolved(
+        "--hyperfsdp-bucket-bytes", "1000",
+        "--hyperfsdp-window", "3",
+        "--hyperfsdp-prefetch", "0",
+        "--hyperfsdp-reshard-after-forward", "2",
+    )  # fmt: skip
+    found = (options.bucket_bytes, options.window, options.prefetch, options.reshard_after_forward)
+    assert found == (1000, 3, 0, 2)
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
@@ -61,11 +72,7 @@ def test_resolved_values_on_the_namespace_are_plain_and_read_back_equal() -> Non
         (["--hyperfsdp-mode", "validation"], "--hyperfsdp-mode validation"),
         (["--hyperfsdp-optimizer-sharding", "shard_replicate"], "--hyperfsdp-optimizer-sharding shard_replicate"),
         (["--hyperfsdp-migrate", "observe"], "--hyperfsdp-migrate observe"),
-        (["--hyperfsdp-bucket-bytes", "1000"], "--hyperfsdp-bucket-bytes 1000"),
-        (["--hyperfsdp-window", "2"], "--hyperfsdp-window 2"),
-        (["--hyperfsdp-prefetch", "1"], "--hyperfsdp-prefetch 1"),
         (["--hyperfsdp-deterministic"], "--hyperfsdp-deterministic"),
-        (["--hyperfsdp-reshard-after-forward", "2"], "--hyperfsdp-reshard-after-forward 2"),
         (["--use-hypermuon"], "--use-hypermuon"),
     ],
 )
@@ -85,6 +92,11 @@ def test_values_that_are_not_built_yet_are_refused_by_name(words: list[str], wha
         (["--hyperfsdp-transport", "tcp"], "--hyperfsdp-transport is 'tcp'; expected auto or c10d"),
         (["--hyperfsdp-reduce-dtype", "fp16"], "--hyperfsdp-reduce-dtype is 'fp16'"),
         (["--hyperfsdp-reshard-after-forward", "maybe"], "--hyperfsdp-reshard-after-forward is 'maybe'"),
+        (["--hyperfsdp-reshard-after-forward", "0"], "--hyperfsdp-reshard-after-forward is '0'"),
+        (["--hyperfsdp-bucket-bytes", "0"], "--hyperfsdp-bucket-bytes is '0'; expected a positive number of bytes"),
+        (["--hyperfsdp-window", "0"], "--hyperfsdp-window is '0'; expected a positive number of buckets"),
+        (["--hyperfsdp-prefetch", "-1"], "--hyperfsdp-prefetch is '-1'; expected a number of bytes"),
+        (["--hyperfsdp-prefetch", "true"], "--hyperfsdp-prefetch is 'true'; expected a number of bytes"),
     ],
 )
 def test_an_invalid_value_is_named_with_what_was_expected(words: list[str], what: str) -> None:
@@ -147,8 +159,8 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_unavailable_values_in_a_file_are_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--hyperfsdp-window 3 is not available"):
-        resolved("--hyperfsdp-config", config(tmp_path, "window: 3"))
+    with pytest.raises(UnsupportedError, match="--hyperfsdp-transport shm is not available"):
+        resolved("--hyperfsdp-config", config(tmp_path, "transport: shm"))
 
 
 class TestRequestedDevice:
@@ -273,6 +285,11 @@ class TestTopology:
             ),
             ({}, {"shard_size": 3}, "--hyperfsdp-shard-size 3 does not divide the data-parallel size 4"),
             ({}, {"supernode_size": 2, "shard_size": 4}, "--hyperfsdp-shard-size 4 does not divide the 2 ranks"),
+            (
+                {},
+                {"shard_size": 4, "reshard_after_forward": 3},
+                "--hyperfsdp-reshard-after-forward 3 does not divide --hyperfsdp-shard-size 4; choose one of 1, 2, 4",
+            ),
             (
                 {"world_size": 6, "pipeline_model_parallel_size": 2},
                 {"supernode_size": 2},

@@ -76,7 +76,9 @@ def backward(chunk: Any, *, no_sync: Any) -> None:
             chunk(tokens, positions, None, labels=labels).mean().backward()
 
 
-def gradients(*, supernode_size: int, per_token: bool, wrong_factor: float = 1.0) -> dict[str, float]:
+def gradients(
+    *, supernode_size: int, per_token: bool, wrong_factor: float = 1.0, options: dict[str, Any] | None = None
+) -> dict[str, float]:
     """By parameter, the largest difference of a gradient to that of Megatron's DDP, relative to its largest element."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -90,7 +92,7 @@ def gradients(*, supernode_size: int, per_token: bool, wrong_factor: float = 1.0
     expected = {name: parameter.main_grad for name, parameter in stock.named_parameters()}
 
     mine = model(per_token=per_token)
-    chunk = wrap(mine, supernode_size=supernode_size)
+    chunk = wrap(mine, supernode_size=supernode_size, **(options or {}))
     chunk.zero_grad_buffer()
     backward(chunk, no_sync=chunk.config.no_sync_func)
     chunk.finish_grad_sync(force_all_reduce=False)
@@ -101,6 +103,17 @@ def gradients(*, supernode_size: int, per_token: bool, wrong_factor: float = 1.0
         found = parameter.grad.full_tensor()
         differences[name] = ((found - expected[name]).abs().max() / expected[name].abs().max()).item()
     return differences
+
+
+def tuned(*, supernode_size: int, **options: Any) -> tuple[dict[str, float], list[Any]]:
+    """As `gradients` with options of the engine, and what arrived at the units of another model with them."""
+    found = gradients(supernode_size=supernode_size, per_token=False, options=options)
+    module = model()
+    chunk = wrap(module, supernode_size=supernode_size, **options)
+    backward(chunk, no_sync=chunk.no_sync)
+    resolved = module._hyperfsdp_unit.root.options
+    reshards = [unit["reshard_after_forward"] for unit in module.fsdp_units()]
+    return found, [resolved.bucket_bytes, resolved.window, resolved.prefetch, *reshards]
 
 
 def interface(*, supernode_size: int) -> dict[str, bool]:
