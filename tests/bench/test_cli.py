@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from bench import cli
-from bench.errors import BenchError
+from bench.errors import BenchError, UnavailableError
 from bench.report import Report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -131,6 +131,18 @@ def test_every_name_is_listed_without_importing_a_benchmark() -> None:
     for name in [*cli.BENCHMARKS, "all", "clean"]:
         assert name in done.stdout
     assert done.stdout.endswith("[] False\n")
+
+
+@pytest.mark.parametrize("name", list(cli.BENCHMARKS))
+def test_every_registered_benchmark_can_be_loaded(name: str) -> None:
+    try:
+        command = cli._load_command(name)
+    except UnavailableError as error:
+        missing = getattr(error.__cause__, "name", None) or ""
+        if missing.partition(".")[0] in ("megatron", "deepspeed", "matplotlib"):
+            pytest.skip(f"{missing} is not installed")
+        raise
+    assert {"--quick", "--json", "--output"} <= {option for parameter in command.params for option in parameter.opts}
 
 
 def test_all_runs_every_benchmark_and_names_those_that_failed(
