@@ -145,7 +145,9 @@ def benchmark(
     failures: dict[str, str] = {}
     for set_name, members in sets.items():
         say(f"fsdp-step: set {set_name}: {', '.join(members)}")
-        job = plan.job([plan.variant(name) for name in [FLOOR, OURS, *members]], rounds=kept, balances=names)
+        ablations_alone = set(members) <= set(ABLATIONS) and not balances
+        chosen = names[:1] if ablations_alone else names  # what a mechanism is worth is asked at the first balance
+        job = plan.job([plan.variant(name) for name in [FLOOR, OURS, *members]], rounds=kept, balances=chosen)
         try:
             found[set_name] = (job, plan.execute(job))
         except RanksFailedError as error:

@@ -280,7 +280,8 @@ def say(message: str) -> None:
         print(message, flush=True)
 
 
-def _prepare(job: Job) -> None:
+def prepare(job: Job) -> None:
+    """What must happen before the process group exists and Megatron is imported."""
     if any(entry.kind in peers.NEEDS_MEGATRON for entry in job.variants):
         from bench.fsdp_step.peers import megatron
 
@@ -292,7 +293,7 @@ def main(text: str) -> None:
     from bench.testbed import worker
 
     job = Job.model_validate_json(text)
-    _prepare(job)
+    prepare(job)
     with worker.gloo():
         result = run_job(job)
         if dist.get_rank() == 0:

@@ -31,7 +31,7 @@ class MegatronDDP(Variant):
     """Megatron's DDP: gradients are added into contiguous buffers and reduced in buckets while backward runs."""
 
     def __init__(self, context: Context, options: Options, *, distributed_optimizer: bool = False) -> None:
-        _require_megatron()
+        require_megatron()
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         _initialize_groups()
@@ -43,7 +43,7 @@ class MegatronDDP(Variant):
             bucket_size=options["bucket_elements"],
             grad_reduce_in_fp32=True,
         )
-        with _quiet():
+        with quiet():
             self.ddp = DistributedDataParallel(config, ddp_config, context.model())
         self.module = self.ddp
         self.ddp_config = ddp_config
@@ -106,7 +106,7 @@ class MegatronDistOpt(MegatronDDP):
             params_dtype=torch.float32,
             log_num_zeros_in_grad=False,
         )
-        with _quiet():
+        with quiet():
             self.megatron_optimizer = get_megatron_optimizer(config, [self.ddp])
         for chained in self.megatron_optimizer.chained_optimizers:
             for group in chained.optimizer.param_groups:
@@ -137,10 +137,9 @@ def build_megatron_distopt(context: Context, options: Options) -> Variant:
     return MegatronDistOpt(context, take_options("megatron_distopt", options, bucket_elements=None))
 
 
-def _require_megatron() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("megatron") is None:
+def require_megatron() -> None:
+    """Raises PeerUnavailableError where megatron-core is not installed."""
+    if importlib.util.find_spec("megatron") is None:
         raise PeerUnavailableError("megatron-core is not installed; `make setup` installs it where Python is >= 3.12")
 
 
@@ -148,7 +147,7 @@ def _initialize_groups() -> None:
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():
-        with _quiet():
+        with quiet():
             parallel_state.initialize_model_parallel()
 
 
@@ -156,11 +155,11 @@ def _transformer_config(context: Context) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     size = context.size
-    with _quiet():
+    with quiet():
         return TransformerConfig(num_layers=size.layers, hidden_size=size.dim, num_attention_heads=size.heads)
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801  # used like a function
+class quiet(warnings.catch_warnings):  # noqa: N801  # used like a function
     """Megatron's notes about what it found on this machine say nothing about the benchmark."""
 
     def __enter__(self) -> None:
