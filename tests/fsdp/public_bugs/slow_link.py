@@ -176,31 +176,31 @@ class _GatedWork:
         self._work, self._gate = work, gate
 
     def wait(self, *args: Any) -> Any:
-        """Waits for the gate, then for the collective."""
+        """Waits for the gate, then for the message."""
         self._gate.pass_through()
         return self._work.wait(*args)
 
 
 @contextlib.contextmanager
-def gated_exchange(gate: Gate) -> Iterator[None]:
-    """Whoever waits for an all-to-all or a reduce-scatter, which reduce inside the supernode, waits for `gate` too."""
-    names = [n for n in ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, n)]
-    originals = {name: getattr(dist, name) for name in names}
+def gated_receives(gates: Sequence[Gate]) -> Iterator[list[int]]:
+    """Whoever waits for the k-th message that this rank receives from a peer waits for `gates[k]` first.
 
-    def gated(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            work = originals[name](*args, **kwargs)
-            return _GatedWork(work, gate) if work is not None else None
+    The reduce-scatter on gloo is such an exchange of messages. Yields a list that grows with every receive.
+    """
+    original = dist.ProcessGroup.recv
+    received: list[int] = []
 
-        return call
+    def recv(group: dist.ProcessGroup, *args: Any) -> Any:
+        work = original(group, *args)
+        received.append(len(received))
+        return _GatedWork(work, gates[received[-1]])
 
-    for name in names:
-        setattr(dist, name, gated(name))
+    dist.ProcessGroup.recv = recv  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield received
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        # Not `original` itself: read from its class it no longer binds the group.
+        dist.ProcessGroup.recv = lambda group, *args: original(group, *args)  # type: ignore[method-assign, assignment]
 
 
 def take_freed_memory(modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:
