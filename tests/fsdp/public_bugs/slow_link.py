@@ -133,42 +133,56 @@ class SlowLink:
         return work
 
     def _carry(self) -> None:
-        held: tuple[int, Tensor, Tensor, LateWork] | None = None
+        """Runs on the thread of the link."""
+        held: _Arrival | None = None
         with torch.no_grad():
             while True:
                 try:
                     job = self._jobs.get(timeout=0.02 if held else None)
                 except queue.Empty:
-                    job = held = self._land(held)
+                    self._land(held)
+                    job = held = None
                     continue
                 if job is None:
                     self._land(held)
                     return
-                number, tensor, op, work = job
                 time.sleep(self._random.random() * self._delay_s)
-                result = tensor.clone()
-                try:
-                    self._original(result, op=op, group=self.group)
-                except BaseException as error:
-                    work.error = error
-                    work.landed.set()
-                    continue
-                arrived = (number, tensor, result, work)
+                arrival = self._transfer(*job)
+                del job  # whatever this thread holds on to would look like memory of the engine
                 if self._reorder and held is None:
-                    held = arrived
-                    continue
-                self._land(arrived)
-                held = self._land(held)
+                    held = arrival
+                else:
+                    self._land(arrival)
+                    self._land(held)
+                    held = None
+                del arrival
 
-    def _land(self, arrived: tuple[int, Tensor, Tensor, LateWork] | None) -> None:
-        if arrived is None:
+    def _transfer(self, number: int, tensor: Tensor, op: Any, work: LateWork) -> _Arrival:
+        result = tensor.clone()
+        try:
+            self._original(result, op=op, group=self.group)
+        except BaseException as error:
+            work.error = error
+        return _Arrival(number, work, [tensor, result])
+
+    def _land(self, arrival: _Arrival | None) -> None:
+        if arrival is None:
             return
-        number, tensor, result, work = arrived
         if self._gate is not None:
             self._gate.pass_through()
-        tensor.copy_(result)
-        self.landings.append(number)
-        work.landed.set()
+        arrival.tensors[0].copy_(arrival.tensors[1])
+        arrival.tensors.clear()
+        self.landings.append(arrival.number)
+        arrival.work.landed.set()
+
+
+@dataclass
+class _Arrival:
+    """A reduction that is done and whose result has not landed: the operand and the result."""
+
+    number: int
+    work: LateWork
+    tensors: list[Tensor]
 
 
 class _GatedWork:
