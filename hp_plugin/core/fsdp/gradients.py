@@ -53,6 +53,7 @@ class UnitGradients:
         self.reduces_in_grad = all(p.master_dtype == dtype for p in self.parameters)
         """Whether `.grad` is a view of the flat buffer: the optimizer wants the dtype in which we reduce."""
         self._flat: torch.Tensor | None = None
+        self._flat_slots: list[torch.Tensor] = []
         self._stores: list[torch.Tensor] = []
         self._wrappers: list[DTensor] = []
         self._wrapper_references: list[int] = []
@@ -62,12 +63,13 @@ class UnitGradients:
     # ---- views ------------------------------------------------------------------------------------------------------
 
     def use_flat(self, flat: torch.Tensor) -> None:
-        """Gives this unit its slice of the bucket's permanent buffer: 1-D, `numel` zeros."""
+        """Gives this unit its slice of the bucket's permanent buffer: 1-D, `numel` elements."""
         self._flat = flat
+        self._flat_slots = self._slots(flat)
 
     def forget_flat(self) -> None:
         """Leaves the flat buffer to whoever else holds views of it."""
-        self._flat, self.flat_references = None, 0
+        self._flat, self._flat_slots, self.flat_references = None, [], 0
         if self.reduces_in_grad:
             self._stores, self._wrappers = [], []
 
@@ -105,6 +107,9 @@ class UnitGradients:
 
     def slots(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """This rank's padded slot of each operand in a buffer of `numel` elements, 1-D."""
+        return self._flat_slots if buffer is self._flat else self._slots(buffer)
+
+    def _slots(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         return [buffer.narrow(0, o, operand.slot_numel) for o, operand in zip(self._operand_offsets, self.operands)]
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
