@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from hp_plugin.core.fsdp.nests import cast_floating, map_tensors, opaque_in, tensors_in
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.fsdp.root import Root
 from hp_plugin.core.fsdp.unit import Unit, is_in_backward
 from hp_plugin.errors import UnsupportedError
-
-_PLAIN_LEAVES = (torch.Tensor, int, float, complex, bool, str, bytes, type(None))
 
 
 class UnitHooks:
@@ -52,8 +51,7 @@ class UnitHooks:
         is_first = not self._running
         self._running.add(module)
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
-            with torch.profiler.record_function("hyperfsdp cast inputs"):
-                args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
+            args, kwargs = cast_floating((args, kwargs), unit.policy.param_dtype)
         if not is_first:
             return args, kwargs
         if not unit.has_root:
@@ -81,21 +79,28 @@ class UnitHooks:
         """Routes the inputs through an identity whose backward runs after all that the unit computed from them."""
         if not torch.is_grad_enabled():
             return args, kwargs
-        leaves, spec = tree_flatten((args, kwargs))
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not positions:
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
             return args, kwargs
-        marked = _AfterBackward.apply(self, *(leaves[i] for i in positions))
-        for position, tensor in zip(positions, marked):
-            leaves[position] = tensor
-        args, kwargs = tree_unflatten(leaves, spec)
+        marked = iter(self._mark(inputs))
+        args, kwargs = map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
         return args, kwargs
+
+    def _mark(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if len(inputs) > 1:
+            marked: tuple[torch.Tensor, ...] = _AfterBackward.apply(self, *inputs)
+            return marked
+        # The same for one tensor, as most units have it, at a third of the cost: an alias whose own node has the hook.
+        alias = inputs[0].view_as(inputs[0])
+        assert alias.grad_fn is not None
+        alias.grad_fn.register_hook(lambda *_: self.post_backward())
+        return (alias,)
 
     def _post_forward(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         unit = self.unit
         self._running.discard(module)
         if unit.policy.output_dtype is not None:
-            output = _cast(output, unit.policy.output_dtype)
+            output = cast_floating(output, unit.policy.output_dtype)
         if self._running or not self._recomputing or self._recomputing.pop():
             return output
         unit.forward_depth -= 1
@@ -122,17 +127,16 @@ class UnitHooks:
         return self.unit.reshards_after_forward or not (has_backward or self.unit.root.is_in_training_forward)
 
     def _watch_outputs(self, output: Any) -> bool:
-        leaves, _ = tree_flatten(output)
-        watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in watched:
             tensor.register_hook(self._pre_backward)
         if not watched:
-            opaque = [type(leaf).__qualname__ for leaf in leaves if not isinstance(leaf, _PLAIN_LEAVES)]
-            if opaque:
+            opaque = opaque_in(output)
+            if opaque is not None:
                 raise UnsupportedError(
-                    f"unit {self.unit.name} returns a {opaque[0]}, in which no tensor that requires a gradient can be "
-                    "found; register the class with torch.utils._pytree.register_pytree_node, or return tensors in a "
-                    "tuple, list or dict, so that the backward of the unit can be followed"
+                    f"unit {self.unit.name} returns a {type(opaque).__qualname__}, in which no tensor that requires a "
+                    "gradient can be found; register the class with torch.utils._pytree.register_pytree_node, or "
+                    "return tensors in a tuple, list or dict, so that the backward of the unit can be followed"
                 )
         return bool(watched)
 
@@ -181,12 +185,3 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.hooks.post_backward()
         return (None, *gradients)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
-            return leaf.to(dtype)
-        return leaf
-
-    return tree_map(cast, tree)

@@ -63,6 +63,7 @@ class Operand(abc.ABC):
         self.slot_offsets, self.slot_numel = aligned_offsets([p.slot.slot_numel for p in parameters], 1)
         self._info = parameters[0].info
         self._full: torch.Tensor | None = None
+        self._storage: torch.UntypedStorage | None = None
         self._nbytes = 0
 
     # ---- shard -> full ----------------------------------------------------------------------------------------------
@@ -76,7 +77,8 @@ class Operand(abc.ABC):
     def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Allocates the full tensors and returns (output, input) of their all-gather, contiguous and 1-D.
 
-        Call under `torch.no_grad()`. Returns None where nothing has to be gathered.
+        Returns None where nothing has to be gathered. Neither this nor the other methods that move parameters need
+        `torch.no_grad()`: no tensor that they touch requires a gradient.
         """
 
     @abc.abstractmethod
@@ -91,7 +93,8 @@ class Operand(abc.ABC):
 
     def begin_refill(self) -> torch.Tensor:
         """Allocates the full tensors again, for a gather that writes all of `full`, and returns `full`."""
-        self.full.untyped_storage().resize_(self._nbytes)
+        assert self._storage is not None
+        self._storage.resize_(self._nbytes)
         return self.full
 
     def finish_refill(self) -> None:
@@ -103,18 +106,19 @@ class Operand(abc.ABC):
         """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
         for parameter in self.parameters:
             parameter.install_sharded()
-        if self._full is not None:
-            self._full.untyped_storage().resize_(0)
+        if self._storage is not None:
+            self._storage.resize_(0)
 
     def _allocate(self, numel: int) -> torch.Tensor:
         """The buffer of the full tensors with its memory in place: 1-D, `numel` elements, free of autograd."""
-        if self._full is None:
+        if self._full is None or self._storage is None:
             buffer = torch.empty(numel, dtype=self.dtype, device=self._info.device)
             self._bind(buffer)
             self._full = buffer.data  # unlike detach(): a version counter of its own
+            self._storage = buffer.untyped_storage()
             self._nbytes = numel * self.dtype.itemsize
         else:
-            self._full.untyped_storage().resize_(self._nbytes)
+            self._storage.resize_(self._nbytes)
         return self._full
 
     @abc.abstractmethod
@@ -219,7 +223,11 @@ class Pack(Operand):
         self._offsets, end = aligned_offsets([p.slot.numel for p in parameters], _ALIGNMENT)
         self._full_numel = _round_up(end, self._info.shard_size)
         self._numel = sum(p.slot.numel for p in parameters)
+        rank = self._info.shard_rank
+        self._with_shard = [p for p in parameters if p.slot.length(rank)]
+        self._shard_numel = sum(math.prod(p.slot.local_shape(rank)) for p in parameters)
         self._packed: torch.Tensor | None = None
+        self._packed_storage: torch.UntypedStorage | None = None
         self._own: torch.Tensor | None = None
         self._copy_in: list[torch.Tensor] = []
         self._copy_out: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -235,14 +243,14 @@ class Pack(Operand):
         packed_numel = self._info.shard_size * self.slot_numel
         if self._packed is None:
             self._packed = torch.empty(packed_numel, dtype=self.dtype, device=self._info.device)
+            self._packed_storage = self._packed.untyped_storage()
             self._map_copies(full, self._packed)
-        else:
-            self._packed.untyped_storage().resize_(packed_numel * self.dtype.itemsize)
+        elif self._packed_storage is not None:
+            self._packed_storage.resize_(packed_numel * self.dtype.itemsize)
         assert self._own is not None
-        shards = [local for p in self.parameters if (local := p.local).numel()]
-        if shards:
-            torch._foreach_copy_(self._copy_in, shards)
-            counters.copied_bytes += sum(s.numel() for s in shards) * self.dtype.itemsize
+        if self._with_shard:
+            torch._foreach_copy_(self._copy_in, [p.local for p in self._with_shard])
+            counters.copied_bytes += self._shard_numel * self.dtype.itemsize
         return self._packed, self._own
 
     def _map_copies(self, full: torch.Tensor, packed: torch.Tensor) -> None:
@@ -274,8 +282,8 @@ class Pack(Operand):
         super().release_full()
 
     def _release_packed(self) -> None:
-        if self._packed is not None:
-            self._packed.untyped_storage().resize_(0)
+        if self._packed_storage is not None:
+            self._packed_storage.resize_(0)
 
     def _bind(self, buffer: torch.Tensor) -> None:
         for parameter, start in zip(self.parameters, self._offsets):

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.slot import Slot
 from hp_plugin.core.kernels import scale_copy_
-from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import ConfigurationError
 
 
@@ -118,7 +117,7 @@ class ShardedParameter:
         """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
         self._full: nn.Parameter | None = None
         self._aliased_shard: torch.Tensor | None = None
-        self._install(self.sharded)
+        self.install_sharded()
 
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
@@ -143,11 +142,13 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's shard as a plain tensor in the master dtype, without padding."""
-        return local_tensor(self.sharded)
+        """This rank's shard as a plain tensor in the master dtype, without padding. Free of autograd."""
+        local = self.sharded._local_tensor  # type: ignore[attr-defined]  # read anew each time: `to_empty` swaps it inside the same Parameter
+        assert isinstance(local, torch.Tensor)
+        return local
 
     def adopt_replacement(self) -> None:
-        """Takes over a Parameter that replaced the sharded one (`to_empty`, `load_state_dict(assign=True)`).
+        """Takes over a Parameter that replaced the sharded one (`load_state_dict(assign=True)`).
 
         Raises:
             ConfigurationError: If the new one is not a DTensor of the same layout, dtype and device.
@@ -175,12 +176,6 @@ class ShardedParameter:
         for owner, owner_attribute in self.owners:
             owner._parameters[owner_attribute] = current
 
-    def _install(self, parameter: nn.Parameter) -> None:
-        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we
-        # need.
-        for module, attribute in self.owners:
-            module._parameters[attribute] = parameter
-
     # ---- shard <-> full ---------------------------------------------------------------------------------------------
 
     @property
@@ -206,11 +201,15 @@ class ShardedParameter:
         assert full is not None
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
-        self._install(full)
+        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we
+        # need.
+        for module, attribute in self.owners:
+            module._parameters[attribute] = full
 
     def install_sharded(self) -> None:
         """Puts the sharded parameter into the modules. Keeps the gradient of the full one."""
-        self._install(self.sharded)
+        for module, attribute in self.owners:
+            module._parameters[attribute] = self.sharded
 
     @property
     def full_is_alive(self) -> bool:

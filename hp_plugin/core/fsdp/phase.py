@@ -22,15 +22,15 @@ class Phase(enum.Enum):
     """The module holds full parameters and gradients are being produced."""
 
 
-_ALLOWED: dict[Phase, frozenset[Phase]] = {
-    Phase.SHARDED: frozenset({Phase.GATHERING}),
-    Phase.GATHERING: frozenset({Phase.UNSHARDED, Phase.SHARDED}),
-    Phase.UNSHARDED: frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.SHARDED}),
+_ALLOWED: dict[Phase, tuple[Phase, ...]] = {
+    Phase.SHARDED: (Phase.GATHERING,),
+    Phase.GATHERING: (Phase.UNSHARDED, Phase.SHARDED),
+    Phase.UNSHARDED: (Phase.FORWARD, Phase.BACKWARD, Phase.SHARDED),
     # FORWARD -> FORWARD: a module that calls itself; FORWARD -> BACKWARD: a forward that runs its own backward
     # (reentrant activation checkpointing inside a unit ends its inner backward while the outer forward is recomputed).
-    Phase.FORWARD: frozenset({Phase.FORWARD, Phase.UNSHARDED, Phase.BACKWARD, Phase.SHARDED}),
+    Phase.FORWARD: (Phase.FORWARD, Phase.UNSHARDED, Phase.BACKWARD, Phase.SHARDED),
     # BACKWARD -> FORWARD: activation checkpointing recomputes the unit's forward inside backward.
-    Phase.BACKWARD: frozenset({Phase.BACKWARD, Phase.FORWARD, Phase.UNSHARDED, Phase.SHARDED}),
+    Phase.BACKWARD: (Phase.BACKWARD, Phase.FORWARD, Phase.UNSHARDED, Phase.SHARDED),
 }
 
 

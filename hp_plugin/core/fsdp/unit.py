@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,6 @@ class Unit:
 
     # ---- unshard and reshard ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def unshard(self, hook: str) -> None:
         """Issues the all-gather of all parameters. Every rank of the shard group must call, in the same order."""
         if self._phase is not Phase.SHARDED:
@@ -160,11 +160,12 @@ class Unit:
 
     def _begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for parameter in self.parameters:
-            parameter.adopt_replacement()
+            module, attribute = parameter.owners[0]
+            if module._parameters[attribute] is not parameter.sharded:
+                parameter.adopt_replacement()
         gathered = [operand.begin_gather(self.root.counters) for operand in self.operands]
         return [g[0] for g in gathered if g is not None], [g[1] for g in gathered if g is not None]
 
-    @torch.no_grad()
     def wait_for_unshard(self, hook: str) -> None:
         """Waits for the all-gather and puts the full parameters into the modules."""
         if self._phase is not Phase.GATHERING:
@@ -180,7 +181,6 @@ class Unit:
                 operand.finish_gather(self.root.counters)
         self.enter(Phase.UNSHARDED, hook)
 
-    @torch.no_grad()
     def reshard(self, hook: str, *, for_backward: bool = False) -> None:
         """Puts the shards back into the modules and releases the full tensors. No communication.
 
@@ -210,9 +210,11 @@ class Unit:
 
     def _wait_for_gather(self) -> None:
         if self._gather is not None:
-            with self.root.counters.waiting(WaitCause.ALL_GATHER):
-                self._gather.wait()
+            wait, start = self.root.counters.waits[WaitCause.ALL_GATHER.value], time.perf_counter()
+            self._gather.wait()
             self._gather = None
+            wait.count += 1
+            wait.seconds += time.perf_counter() - start
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
