@@ -6,20 +6,20 @@ element in compute, in sums of gradients and at rest. What may be alive:
 | what | bytes | from, until |
 |---|---|---|
 | shard, two AdamW states | 3 m P / F | always |
-| sharded gradient | r P / F (and m P / F more where m is another dtype) | always |
+| sharded gradients, by bucket | r P / F | first reduction of the bucket, next forward without `.grad` |
+| `.grad` of its own, where r and m are other dtypes | m P / F | always |
 | full parameters | c P | gather, reshard |
-| full parameters gathered ahead | at most max(prefetch, largest unit); none for prefetch = 0 | prefetch, use |
+| full parameters gathered ahead | max(prefetch, one unit); none for prefetch = 0 | prefetch, use |
 | gradients of the full parameters | c P | backward of the unit, its reduction |
 | operand of the reduce-scatter, where it is no gradient itself (c != r) | r P | reduction issued, done |
-| what gloo's exchange receives | r P | reduction issued, done |
-| full gradients kept by set_requires_gradient_sync(False) | r P | first backward, reduction |
+| what gloo's exchange receives | r P (F - 1) / F | reduction issued, done |
 | a sum that is added to the partial sum of earlier micro-batches | r P / F | reduction issued, done |
-| partial sums beside an existing `.grad` | r P / F | their reduction, delivery |
+| full gradients kept by set_requires_gradient_sync(False) | r P | first backward, reduction |
+| buckets of sums beside an existing `.grad` | window x bucket, at most all | first reduction of the bucket, delivery |
 
-Backward visits the units in reverse order, the root unit last. `in_flight` units that were submitted before may still
-have their operands. The peak is the largest sum over the moments below; forward never has more than the moment in
-which backward enters the same unit, but where all full parameters are kept the last forward has no gradients yet, so
-backward is the larger there too.
+Backward visits the units in reverse order, the root unit last; `in_flight` units that were submitted before the one
+that computes may still have their operands. The peak is the largest sum over two moments of each unit's backward: when
+all its gradients exist, and when its reduction has been issued. Forward has less than backward of the same unit.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Setting:
         accumulation: "none": one micro-batch, no `.grad` before it. "grad_exists": micro-batches that are all reduced
             into an existing `.grad`. "all_reduce_last": sums inside the supernode, then once between. "sync_last":
             full gradients are kept until the last micro-batch.
-        bucket: Bytes of a bucket of sharded gradients; None: one bucket takes all units.
-        window: Buckets beside `.grad` that may wait for the slow link.
+        bucket: Bytes of a bucket of sharded gradients, filled with units in the order of backward; None: all units.
+        window: Buckets beside `.grad`, the one being filled included.
         in_flight: Units whose reduce-scatter may be running while the next one computes.
-        exchanges: Whether the reduce-scatter receives into a buffer of its own (gloo).
+        exchanges: Whether the reduce-scatter receives into buffers of its own (gloo).
     """
 
     shard_size: int = 2
@@ -70,7 +70,7 @@ class Moment:
 
     Attributes:
         name: What happens.
-        parts: What is alive, by kind.
+        parts: What is alive, by kind; a byte counts once.
     """
 
     name: str
@@ -91,9 +91,6 @@ def peak(root: int, units: Sequence[int], setting: Setting, *, activations: int 
         setting: See `Setting`.
         activations: Bytes that autograd has saved at the end of forward.
 
-    Returns:
-        The moment. Its parts count a byte once.
-
     Raises:
         ValueError: `units` is empty.
     """
@@ -106,36 +103,31 @@ def moments(root: int, units: Sequence[int], setting: Setting, *, activations: i
     """All moments that can be the peak; see `peak` for the arguments."""
     found = []
     for index in reversed(range(len(units))):
-        base = _resting(root, units, setting) | {
+        shared = {
+            "shards and states": 3 * setting.master * (root + sum(units)) // setting.shard_size,
             "root": root * setting.compute,
             "activations": activations,
+            "full, others": _others(units, index, setting),
             "full gradients kept": _kept(root, units, index, setting),
-            "partial sums": _partial(root, units, setting),
+            "sums beside .grad": _beside(root, units, setting),
         }
-        running = units[index + 1 : index + 1 + setting.in_flight]
         computing = {
             "full": units[index] * setting.compute,
-            "full, others": _others(units, index, setting),
             "gradients": units[index] * setting.compute,
-            "in flight": sum(_in_flight(unit, setting) for unit in running),
+            "in flight": sum(_in_flight(unit, setting) for unit in _running(units, index, setting)),
+            "sharded gradients": _sharded(root, units, index + 1, setting),
         }
-        found.append(Moment(f"backward of unit {index}", base | computing))
+        # The unit before has been waited for by now, this one's full parameters are gone, and a gradient that is cast
+        # goes when it has been.
         reducing = {
             "full": 0 if setting.reshard else units[index] * setting.compute,
-            "full, others": _others(units, index, setting),
-            "gradients": units[index] * setting.compute,
-            # The unit before has been waited for; this one's operands are made.
-            "in flight": _in_flight(units[index], setting) - _aliased(units[index], setting),
+            "gradients": 0,
+            "in flight": _in_flight(units[index], setting) - _kept_operand(units[index], setting),
+            "sharded gradients": _sharded(root, units, index, setting),
         }
-        found.append(Moment(f"reduction of unit {index}", base | reducing))
+        found.append(Moment(f"backward of unit {index}", shared | computing))
+        found.append(Moment(f"reduction of unit {index}", shared | reducing))
     return found
-
-
-def _resting(root: int, units: Sequence[int], setting: Setting) -> dict[str, int]:
-    held = (root + sum(units)) // setting.shard_size
-    stores = 0 if setting.master == setting.reduce else held * setting.master
-    flat = 0 if stores else held * setting.reduce
-    return {"shards and states": 3 * held * setting.master, "sharded gradients": flat + stores}
 
 
 def _others(units: Sequence[int], index: int, setting: Setting) -> int:
@@ -155,15 +147,50 @@ def _others(units: Sequence[int], index: int, setting: Setting) -> int:
 
 def _in_flight(unit: int, setting: Setting) -> int:
     """What a running reduce-scatter holds: its operand, be it a gradient or a copy, what it receives, its sum."""
-    operands = unit * setting.reduce * (2 if setting.exchanges else 1)
-    scratch = unit * setting.reduce // setting.shard_size if setting.accumulation == "all_reduce_last" else 0
-    return operands + scratch
+    operand = unit * setting.reduce
+    received = operand * (setting.shard_size - 1) // setting.shard_size if setting.exchanges else 0
+    scratch = operand // setting.shard_size if setting.accumulation == "all_reduce_last" else 0
+    return operand + received + scratch
 
 
-def _aliased(unit: int, setting: Setting) -> int:
-    """The part of `_in_flight` that is the gradient itself, or a kept sum, and counted as such."""
-    same = setting.compute == setting.reduce or setting.accumulation == "sync_last"
-    return unit * setting.reduce if same else 0
+def _kept_operand(unit: int, setting: Setting) -> int:
+    """The part of `_in_flight` that is a kept sum and counted as such."""
+    return unit * setting.reduce if setting.accumulation == "sync_last" else 0
+
+
+def _running(units: Sequence[int], index: int, setting: Setting) -> Sequence[int]:
+    """Units whose reduction runs while unit `index` computes.
+
+    Without prefetch there is none: unit `index` has waited for its gather, which runs behind that reduction.
+    """
+    if setting.reshard and setting.prefetch == 0:
+        return ()
+    return units[index + 1 : index + 1 + setting.in_flight]
+
+
+def _sharded(root: int, units: Sequence[int], first: int, setting: Setting) -> int:
+    """Sharded gradients when the reduction of unit `first`, and of those behind it, has begun."""
+    held = (root + sum(units)) // setting.shard_size
+    if setting.reduce != setting.master:
+        return held * setting.master
+    if setting.accumulation in ("grad_exists", "all_reduce_last") or setting.bucket is None:
+        # Earlier micro-batches have left all of them, or the first reduction makes the one bucket.
+        begun = first < len(units) or setting.accumulation in ("grad_exists", "all_reduce_last")
+        return held * setting.reduce if begun else 0
+    return sum(bucket for start, bucket in _buckets(root, units, setting) if start >= first)
+
+
+def _buckets(root: int, units: Sequence[int], setting: Setting) -> list[tuple[int, int]]:
+    """(index of the first unit that backward puts into it, bytes) of each bucket, the root's as index -1."""
+    assert setting.bucket is not None
+    found: list[tuple[int, int]] = []
+    for index, unit in [*reversed(list(enumerate(units))), (-1, root)]:
+        size = unit // setting.shard_size * setting.reduce
+        if found and found[-1][1] + size <= setting.bucket:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((index, size))
+    return found
 
 
 def _kept(root: int, units: Sequence[int], index: int, setting: Setting) -> int:
@@ -171,9 +198,9 @@ def _kept(root: int, units: Sequence[int], index: int, setting: Setting) -> int:
     return (root + sum(units[: index + 1])) * setting.reduce if setting.accumulation == "sync_last" else 0
 
 
-def _partial(root: int, units: Sequence[int], setting: Setting) -> int:
-    """Sums beside `.grad`: at most `window` buckets wait for the slow link, and one more is being filled."""
+def _beside(root: int, units: Sequence[int], setting: Setting) -> int:
+    """Sums beside `.grad`: at most `window` buckets exist."""
     if setting.accumulation != "grad_exists":
         return 0
     held = (root + sum(units)) * setting.reduce // setting.shard_size
-    return held if setting.bucket is None else min(held, (setting.window + 1) * setting.bucket)
+    return held if setting.bucket is None else min(held, setting.window * setting.bucket)

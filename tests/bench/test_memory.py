@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -115,36 +114,50 @@ def total(root: int, blocks: list[int], setting: Setting) -> int:
     return peak(root, blocks, setting).total
 
 
-def test_formula_on_one_unit_without_prefetch() -> None:
-    # 3 x 4 x 100/2 at rest, 4 x 100/2 gradient, 400 full, 400 gradients; what it receives comes when full is gone.
-    assert total(0, [100], Setting(prefetch=0)) == 600 + 200 + 800
+def test_formula_on_one_unit() -> None:
+    # 3 x 4 x 100/2 at rest, 400 full and 400 gradients; or 400 gradients, 200 received and 200 sharded gradients.
+    assert total(0, [100], Setting()) == 600 + 800
     # Kept full parameters stay while the reduction receives.
-    assert total(0, [100], Setting(prefetch=0, reshard=False)) == 600 + 200 + 400 + 400 + 400
+    assert total(0, [100], Setting(reshard=False)) == 600 + 400 + 400 + 200 + 200
 
 
 def test_formula_on_two_units() -> None:
-    resting = 3 * 4 * 100 + 4 * 100
-    # Backward of the first: its full 400 and gradients 400, and of the second an operand and what it receives.
-    assert total(0, [100, 100], Setting()) == resting + 400 + 400 + 800
-    # Nothing in flight: backward of the second with the first gathered ahead, or its reduction.
-    assert total(0, [100, 100], Setting(in_flight=0)) == resting + 400 + 400 + 400
+    # Backward of the first: its full 400 and gradients 400; of the second an operand, what it receives, its bucket.
+    resting, running = 3 * 4 * 100, 400 + 200
+    assert total(0, [100, 100], Setting(bucket=200)) == resting + 400 + 400 + running + 200
+    # One bucket for all is allocated as a whole.
+    assert total(0, [100, 100], Setting()) == resting + 400 + 400 + running + 400
+    # Nothing in flight: backward of the second, the first gathered ahead, or its reduction.
+    assert total(0, [100, 100], Setting(in_flight=0, bucket=200)) == resting + 400 + 400 + 400
+    # Without prefetch nothing is in flight either, nor gathered ahead.
+    assert total(0, [100, 100], Setting(prefetch=0, bucket=200)) == resting + 400 + 400 + 200
     # The root's full parameters stay.
-    assert total(10, [100, 100], Setting()) == resting + 16 * 5 + 40 + 400 + 400 + 800
+    assert total(10, [100, 100], Setting(bucket=200)) == resting + 12 * 5 + 40 + 400 + 400 + running + 200
 
 
 def test_formula_in_bf16_has_small_gradients_and_large_operands() -> None:
-    resting = 3 * 4 * 100 + 4 * 100
-    assert total(0, [100, 100], Setting(compute=2)) == resting + 200 + 200 + 800
+    assert total(0, [100, 100], Setting(compute=2, bucket=200)) == 1200 + 200 + 200 + 600 + 200
 
 
 def test_formula_of_accumulation() -> None:
-    plain = total(0, [100, 100], Setting())
-    assert total(0, [100, 100], Setting(accumulation="grad_exists")) == plain + 400
-    assert total(0, [100, 100], Setting(accumulation="grad_exists", bucket=50, window=1)) == plain + 100
+    blocks = [100] * 4
+    # All sharded gradients exist from the micro-batches before; backward of unit 2, with one more gathered ahead.
+    base = 12 * 200 + 4 * 200 + 400 + 400 + 400 + 600
+    assert total(0, blocks, Setting(accumulation="grad_exists", bucket=200)) == base + 2 * 200
+    assert total(0, blocks, Setting(accumulation="grad_exists", bucket=200, window=1)) == base + 200
+    assert total(0, blocks, Setting(accumulation="grad_exists")) == base + 800
     # The running reduce-scatter of 100 elements has a sum of its own to add.
-    assert total(0, [100, 100], Setting(accumulation="all_reduce_last")) == plain + 200
-    # Kept: of the first unit; the second's were its operand.
-    assert total(0, [100, 100], Setting(accumulation="sync_last")) == plain + 400
+    assert total(0, blocks, Setting(accumulation="all_reduce_last", bucket=200)) == base + 200
+    # Kept gradients of units 0 to 2; of the sharded ones only those of unit 3.
+    assert total(0, blocks, Setting(accumulation="sync_last", bucket=200)) == base - 3 * 200 + 3 * 400
+
+
+def test_buckets_are_filled_in_the_order_of_backward() -> None:
+    held = {m.name: m.parts["sharded gradients"] for m in moments(50, [100] * 3, Setting(bucket=400))}
+    assert held["backward of unit 2"] == 0
+    assert held["reduction of unit 2"] == held["reduction of unit 1"] == 400
+    # The third unit begins the second bucket, which the root shares.
+    assert held["reduction of unit 0"] == 400 + 200 + 100
 
 
 def test_formula_of_another_master_dtype() -> None:
@@ -161,11 +174,13 @@ def test_prefetch_is_within_its_budget(prefetch: int | None) -> None:
     assert ahead["backward of unit 0"] == 0
 
 
-def test_more_in_flight_costs_two_operands_each() -> None:
+def test_more_in_flight_costs_an_operand_and_the_slices_of_others_each() -> None:
     blocks = [100] * 6
     by_bound = [total(0, blocks, Setting(in_flight=bound)) for bound in (1, 2, 3)]
-    assert [b - a for a, b in itertools.pairwise(by_bound)] == [800, 800]
-    assert total(0, blocks, replace(Setting(in_flight=2), exchanges=False)) == by_bound[1] - 800
+    assert [b - a for a, b in itertools.pairwise(by_bound)] == [600, 600]
+    assert total(0, blocks, Setting(in_flight=2, exchanges=False)) == by_bound[1] - 2 * 200
+    held = {f: moments(0, blocks, Setting(shard_size=f))[2].parts["in flight"] for f in (2, 4)}
+    assert held == {2: 400 + 200, 4: 400 + 300}
 
 
 def test_formula_needs_a_unit() -> None:
