@@ -304,6 +304,49 @@ def a_backward_that_is_not_the_last_does_not_wait(replicate: int, shard: int) ->
     backward_and_compare(plain, sharded, 1)
 
 
+def inputs_of_every_kind_are_followed(replicate: int, shard: int) -> None:
+    """A unit with several inputs, in nests and keywords, and one that changes its input in place."""
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+            self.outer = nn.Linear(5, 3)
+
+        def forward(self, pair: tuple[Tensor, list[Tensor]], *, scale: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"y": self.outer(torch.tanh(self.inner(pair[0]) + pair[1][0]) * scale["s"])}
+
+    class Shifter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1.0
+            return self.shift(x)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 5)
+            self.shifter = Shifter()
+            self.mixer = Mixer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.shifter(x * 2.0)
+            return self.mixer((x, [y]), scale={"s": torch.sigmoid(y)})["y"]
+
+    mesh = make_mesh(replicate, shard)
+    torch.manual_seed(7)
+    plain = Whole()
+    sharded = copy.deepcopy(plain)
+    for module in (sharded.shifter, sharded.mixer, sharded):
+        fully_shard(module, mesh=mesh)
+    for step in range(3):
+        backward_and_compare(plain, sharded, step)
+
+
 def a_list_of_modules_is_one_unit(replicate: int, shard: int) -> None:
     mesh = make_mesh(replicate, shard)
     torch.manual_seed(7)
@@ -478,6 +521,7 @@ CASES: list[Case] = [
     unshard_and_reshard_by_hand,
     parameters_kept_through_backward,
     a_backward_that_is_not_the_last_does_not_wait,
+    inputs_of_every_kind_are_followed,
     a_list_of_modules_is_one_unit,
     ignored_parameters_stay_plain,
     a_one_dimensional_mesh_shards_over_all_ranks,
