@@ -110,11 +110,17 @@ def test_gathered_parameters_equal_those_that_were_sharded(specs: list[Spec], si
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [2, 4])
-def test_reduction_operands_are_the_slots_of_all_ranks(size: int, reduce_dtype: torch.dtype) -> None:
-    fulls, by_rank = ranks_of(size, AWKWARD)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dims", ["rows", "any"])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_reduction_operands_are_the_slots_of_all_ranks(
+    size: int, reduce_dtype: torch.dtype, dims: str, is_complete: bool
+) -> None:
+    specs = AWKWARD if dims == "any" else [(shape, 0) for shape, _ in AWKWARD]
+    fulls, by_rank = ranks_of(size, specs)
     gradients: list[torch.Tensor | None] = [full + 1 for full in fulls]
-    gradients[1] = None
+    if not is_complete:
+        gradients[1] = None
     gradients[0] = gradients[0].t().contiguous().t()  # type: ignore[union-attr]
     (pack,) = group_operands(by_rank[0])
     operand = pack.reduction_operand(gradients, reduce_dtype, Counters())

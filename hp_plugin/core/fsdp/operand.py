@@ -223,6 +223,7 @@ class Pack(Operand):
         self._offsets, end = aligned_offsets([p.slot.numel for p in parameters], _ALIGNMENT)
         self._full_numel = _round_up(end, self._info.shard_size)
         self._numel = sum(p.slot.numel for p in parameters)
+        self._is_on_rows = all(p.slot.dim == 0 for p in parameters)
         rank = self._info.shard_rank
         self._with_shard = [p for p in parameters if p.slot.length(rank)]
         self._shard_numel = sum(math.prod(p.slot.local_shape(rank)) for p in parameters)
@@ -293,8 +294,15 @@ class Pack(Operand):
     def reduction_operand(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
     ) -> torch.Tensor:
-        """The slots of all gradients side by side: one copy, for uneven or inner dims two."""
+        """The slots of all gradients side by side: one copy, where a gradient is missing or on an inner dim two."""
         size = self._info.shard_size
+        packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
+        counters.copied_bytes += packed.numel() * dtype.itemsize
+        if self._is_on_rows:
+            present = [gradient for gradient in gradients if gradient is not None]
+            if len(present) == len(gradients):
+                torch._chunk_cat(present, 0, size, out=packed)  # pads with zeros and casts
+                return packed.view(-1)
         pieces = []
         for parameter, gradient in zip(self.parameters, gradients):
             slot = parameter.slot
@@ -302,9 +310,7 @@ class Pack(Operand):
                 pieces.append(gradient.view(size, -1))  # cast on the way into the pack
             else:
                 pieces.append(parameter.reduction_operand(gradient, dtype, counters).view(size, -1))
-        packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
         torch.cat(pieces, dim=1, out=packed)
-        counters.copied_bytes += packed.numel() * dtype.itemsize
         return packed.view(-1)
 
 
