@@ -24,11 +24,11 @@ _GIVE_UP_S = 40.0
 
 @dataclass
 class Gate:
-    """Closed until `open`; whoever passes a closed gate waits for at most `patience_s`, and that is remembered.
+    """Closed until `open`. Who waits for `patience_s` forces it open, and that is remembered.
 
     Attributes:
-        patience_s: Seconds after which a waiting thread goes on as if the gate were open.
-        forced: How many passed in this way.
+        patience_s: Seconds that one may have to wait.
+        forced: How often it was forced.
     """
 
     patience_s: float = 10.0
@@ -47,6 +47,7 @@ class Gate:
         """Waits until the gate is open."""
         if not self._open.wait(self.patience_s):
             self.forced += 1
+            self._open.set()
 
 
 class LateWork:
