@@ -50,6 +50,13 @@ class Plan:
         """Whether there is a shaped link against which rounds are held."""
         return self.compute == "modelled" and self.supernodes > 1 and self.rate_mbit is not None
 
+    @property
+    def balance_tolerance(self) -> float | None:
+        """Rounds further off are rejected; None: there is nothing to hold them against."""
+        if not self.is_balanced:
+            return None
+        return self.settings.delayed_balance_tolerance if self.delay_ms > 0 else self.settings.balance_tolerance
+
     def job(self, variants: list[VariantJob], *, rounds: int, balances: list[str]) -> Job:
         """The work of one set of processes."""
         own = self.settings
@@ -63,7 +70,7 @@ class Plan:
             steps=self.run.steps,
             warm_up=self.run.warm_up,
             equality_steps=self.run.equality_steps,
-            balance_tolerance=own.balance_tolerance if self.is_balanced else None,
+            balance_tolerance=self.balance_tolerance,
             nominal_wire_s=None if self.is_balanced or (self.compute == "real" and self.supernodes > 1) else nominal,
             seed=own.seed,
             learning_rate=own.learning_rate,
@@ -101,7 +108,7 @@ class Plan:
             "delay_ms": self.delay_ms,
             "transport": "c10d",
             "settings": self.run.model_dump(mode="json"),
-            "balance_tolerance": self.settings.balance_tolerance if self.is_balanced else None,
+            "balance_tolerance": self.balance_tolerance,
             "not_built": ["no_two_tier_optimizer"],
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench import paired
@@ -46,12 +46,23 @@ def make_report(plan: Plan, found: Found, failures: Mapping[str, str]) -> Report
     for name, (_, result) in found.items():
         require_equality(result.equality, tolerance=plan.settings.equality_tolerance, where=name)
     report = Report("fsdp-step", environment=plan.describe())
+    measured: dict[str, dict[str, float]] = {}
     for set_name, (job, result) in found.items():
         for balance in result.rounds:
-            report.rows += _rows(plan, set_name, balance, job, result)
+            report.rows += _rows(plan, balance, job, result)
+            if good := kept(result.rounds[balance]):
+                measured[f"{set_name}/{balance}"] = _describe_balance(good, result.unit_sizes)
             report.rounds += [
                 {"set": set_name, "balance": balance, **one.model_dump(mode="json")} for one in result.rounds[balance]
             ]
+    report.environment["measured"] = measured
+    report.environment["options"] = {
+        entry.name: entry.options for job, _ in found.values() for entry in job.variants if entry.options
+    }
+    report.notes += [
+        f"Measured in {where}: {', '.join(f'{key} {value:g}' for key, value in figures.items())}."
+        for where, figures in measured.items()
+    ]
     balances = list(dict.fromkeys(balance for _, result in found.values() for balance in result.rounds))
     for balance in balances:
         _add_ratios(report, balance, found)
@@ -98,45 +109,53 @@ def schedule_of_round(one: Round, sizes: list[int]) -> Schedule:
     )
 
 
-def _rows(plan: Plan, set_name: str, balance: str, job: Job, result: Result) -> list[dict[str, Any]]:
+def _rows(plan: Plan, balance: str, job: Job, result: Result) -> list[dict[str, Any]]:
     rounds = result.rounds[balance]
     good = kept(rounds)
     rows = []
     for entry in job.variants:
+        row: dict[str, Any] = {"balance": balance, "variant": entry.name}
         if entry.name in result.unavailable:
-            rows.append({"balance": balance, "variant": entry.name, "status": result.unavailable[entry.name]})
+            rows.append(row | {"status": "not run: see the notes"})
             continue
-        row: dict[str, Any] = {"balance": balance, "set": set_name, "variant": entry.name}
-        row["rounds"] = len(good)
         if good:
             row |= _figures(plan, entry.kind, entry.name, good, result)
-        row["rejected"] = len(rounds) - len(good)
-        row["options"] = ", ".join(f"{key}={value}" for key, value in entry.options.items())
-        rows.append(row)
+        rows.append(row | {"rounds": len(good), "rejected": len(rounds) - len(good)})
     return rows
 
 
 def _figures(plan: Plan, kind: str, name: str, good: list[Round], result: Result) -> dict[str, Any]:
-    times = [one.times[name] for one in good]
     sent = statistics.median(one.link_bytes[name] for one in good)
     figures: dict[str, Any] = {
-        "step_ms": statistics.median(times) * 1e3,
-        "least_ms": min(times) * 1e3,
-        "most_ms": max(times) * 1e3,
+        "step_ms": statistics.median(one.times[name] for one in good) * 1e3,
         "over_compute": statistics.median(one.times[name] / one.times[FLOOR] for one in good),
         "link_mb": sent / 1e6,
     }
     expected = expected_bytes(kind, parameters=result.parameters, supernodes=plan.supernodes, ranks=plan.ranks)
     if expected:
-        figures["link_mb_formula"] = expected / 1e6
         figures["link_vs_formula"] = sent / expected
-    if name == FLOOR:
-        figures["wire_ms"] = statistics.median(one.wire for one in good) * 1e3
-        figures["compute_over_wire"] = statistics.median(one.times[FLOOR] / one.wire for one in good)
-    if name == OURS:
-        bounds = [schedule_of_round(one, result.unit_sizes).step() for one in good]
-        figures["bound_ms"] = statistics.median(bounds) * 1e3
     return figures
+
+
+def _describe_balance(rounds: list[Round], sizes: list[int]) -> dict[str, float]:
+    """Medians over the kept rounds of one set and balance, and the inputs of the bound."""
+
+    def median_ms(values: Iterable[float]) -> float:
+        return round(statistics.median(values) * 1e3, 2)
+
+    described = {
+        "compute_ms": median_ms(one.times[FLOOR] for one in rounds),
+        "wire_ms": median_ms(one.wire for one in rounds),
+        "layer_forward_ms": median_ms(one.layer for one in rounds),
+        "forward_ms": median_ms(one.floor_phases[0] for one in rounds),
+        "backward_ms": median_ms(one.floor_phases[1] for one in rounds),
+        "optimizer_ms": median_ms(one.floor_phases[2] for one in rounds),
+        "bound_ms": median_ms(schedule_of_round(one, sizes).step() for one in rounds),
+        "ours_ms": median_ms(one.times[OURS] for one in rounds),
+    }
+    if described["wire_ms"]:
+        described["compute_over_wire"] = round(described["compute_ms"] / described["wire_ms"], 3)
+    return described
 
 
 def _add_ratios(report: Report, balance: str, found: Found) -> None:
@@ -190,6 +209,6 @@ def _check_bytes(report: Report) -> None:
     report.environment["link_bytes_agree"] = not off if measured else None
     for row in off:
         report.notes.append(
-            f"WARNING: {row['variant']} ({row['balance']}) sent {row['link_mb']:.1f} MB per step over the link, the "
-            f"closed form says {row['link_mb_formula']:.1f} MB."
+            f"WARNING: {row['variant']} ({row['balance']}) sent {row['link_mb']:.1f} MB per step over the link, "
+            f"{row['link_vs_formula']:.3f} of the closed form."
         )

@@ -89,6 +89,7 @@ class Settings(_Strict):
         full, quick: what is run without and with `--quick`.
         balances: compute against wire.
         balance_tolerance: relative; rounds further off are rejected and replaced.
+        delayed_balance_tolerance: the same where the link has a delay: the program that carries it has its own jitter.
         equality_tolerance: relative, for losses and gradient norms.
         seed, learning_rate, weight_decay: of the training.
         sets: name -> variants that run in one set of processes, beside the floor and ours.
@@ -100,6 +101,7 @@ class Settings(_Strict):
     quick: Run
     balances: list[Balance]
     balance_tolerance: PositiveFloat
+    delayed_balance_tolerance: PositiveFloat
     equality_tolerance: PositiveFloat
     seed: int
     learning_rate: PositiveFloat

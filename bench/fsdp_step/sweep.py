@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BALANCE = "c1"
 ROUNDS = 4
+OPTIONAL = frozenset({"deepspeed_zero3"})
+"""Variants that need no figures, because they run only where their package is installed."""
 AS_GOOD = 1.03
 """Options within this factor of the best figure count as the best: the rest is noise."""
 
@@ -36,6 +38,8 @@ def run_sweep(plan: Plan, *, only: list[str]) -> Report:
     report = Report("fsdp-step", environment=plan.describe())
     for name in names:
         figures = _sweep_one(plan, name)
+        if not figures:
+            continue
         record[name] = {"conditions": {**_conditions(plan), "rounds": ROUNDS}, "candidates": figures}
         _write(SWEEP_FILE, record)
         report.rows += [
@@ -55,6 +59,8 @@ def complaints(settings: Settings, record: dict[str, Any]) -> list[str]:
         if not own.sweep:
             continue
         candidates = record.get(name, {}).get("candidates", [])
+        if not candidates and name in OPTIONAL:
+            continue
         if not candidates:
             found.append(f"{name}: sweep.json has no figures; run python -m bench fsdp-step --sweep --peers {name}")
             continue
@@ -80,6 +86,9 @@ def _sweep_one(plan: Plan, name: str) -> list[dict[str, Any]]:
         jobs = [VariantJob(name=f"{name}#{index}", kind=name, options=options) for index, options in part]
         say(f"sweep of {name}: {start + 1} to {start + len(part)} of {len(candidates)}")
         result = plan.execute(plan.job([plan.variant(FLOOR), *jobs], rounds=ROUNDS, balances=[BALANCE]))
+        if result.unavailable:
+            say(f"{name}: {next(iter(result.unavailable.values()))}")
+            return []
         equality = {OURS if job is jobs[0] else job.name: result.equality[job.name] for job in jobs}
         require_equality(equality, tolerance=plan.settings.equality_tolerance, where=name)
         good = kept(result.rounds[BALANCE]) or result.rounds[BALANCE]
