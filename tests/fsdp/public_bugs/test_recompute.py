@@ -47,7 +47,7 @@ def collectives_of_a_step(*, replicate: int, shard_size: int) -> list[str]:
     problems = []
     for kind in KINDS:
         for reshard in (True, False):
-            for prefetch in (0, None, 1 << 30):
+            for prefetch in (0, None):
                 model = Tower(DEPTH, WIDTH, checkpointing=kind)
                 shard(model, mesh, reshard_after_forward=reshard, prefetch=prefetch, bucket_bytes=1)
                 inputs = torch.ones(2, WIDTH, requires_grad=True)
@@ -94,7 +94,7 @@ def test_collective_count(mesh: tuple[int, int]) -> None:
 def training_with_recomputation(*, replicate: int, shard_size: int) -> None:
     mesh = make_mesh(replicate, shard_size)
     for kind in KINDS:
-        for prefetch in (0, None, 1 << 30):
+        for prefetch in (None, 1 << 30):
             plain, sharded = pair(mesh, prefetch=prefetch)
             sharded.checkpointing = kind
             for step in range(2):
