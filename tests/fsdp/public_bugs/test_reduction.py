@@ -35,6 +35,7 @@ def name(mesh: tuple[int, int]) -> str:
 def gradients_over_a_slow_link(*, replicate: int, shard: int) -> None:
     mesh = make_mesh(replicate, shard)
     link = mesh.get_group("dp_replicate")
+    reordered = False
     for bucket_bytes, window in itertools.product((1, 4096), (1, 2)):
         plain, sharded = pair(mesh, bucket_bytes=bucket_bytes, window=window)
         sizes = [p.numel() for p in plain.blocks[0].parameters()] + [256, 512, 1024]
@@ -47,7 +48,8 @@ def gradients_over_a_slow_link(*, replicate: int, shard: int) -> None:
                 assert_gradients_equal(plain, sharded)
                 assert_at_rest(sharded)
         assert slow.submitted > 0
-        assert slow.landings != sorted(slow.landings) or slow.submitted < 2 * 3, "the link did not reorder anything"
+        reordered |= slow.landings != sorted(slow.landings)
+    assert reordered, "the link kept the order all the time"
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
