@@ -11,6 +11,7 @@ from bench.errors import BenchError
 from bench.fsdp_step.bound import Schedule, schedule_of
 from bench.fsdp_step.job import Equality, Job, Result, Round
 from bench.fsdp_step.peers import ABLATIONS
+from bench.fsdp_step.recorded import complaints, read_record
 from bench.fsdp_step.settings import FLOOR, OURS
 from bench.fsdp_step.traffic import expected_bytes
 from bench.report import Report, say
@@ -22,7 +23,6 @@ BYTES_TOLERANCE = 0.05
 ON_GLOO = "on gloo FSDP2 is synchronous; this says nothing about GPU or NPU"
 _NOTES = (
     f"Ratios to fsdp2, fsdp2_tuned and fsdp2_hook: {ON_GLOO}.",
-    "Every variant runs the options that were best for it in sweep.json; fp32 on every wire, AdamW (fused) everywhere.",
     (
         "compute is the step of the floor: the same compute, the optimizer on one rank's share, no communication. wire "
         "is the all-reduce of all gradient shards between supernodes, measured before and after each round."
@@ -51,7 +51,7 @@ def make_report(plan: Plan, found: Found, failures: Mapping[str, str]) -> Report
         for balance in result.rounds:
             report.rows += _rows(plan, balance, job, result)
             if good := kept(result.rounds[balance]):
-                measured[f"{set_name}/{balance}"] = _describe_balance(good, result.unit_sizes)
+                measured[f"{set_name}/{balance}"] = _describe_balance(good, job, result)
             report.rounds += [
                 {"set": set_name, "balance": balance, **one.model_dump(mode="json")} for one in result.rounds[balance]
             ]
@@ -68,6 +68,7 @@ def make_report(plan: Plan, found: Found, failures: Mapping[str, str]) -> Report
         _add_ratios(report, balance, found)
     _add_equality(report, found)
     report.notes += _NOTES
+    report.notes.append(_about_options(plan))
     report.notes += [f"The set {name} did not run to its end: {reason}" for name, reason in failures.items()]
     report.notes += [
         f"{name}: {reason}." for _, result in found.values() for name, reason in result.unavailable.items()
@@ -137,7 +138,7 @@ def _figures(plan: Plan, kind: str, name: str, good: list[Round], result: Result
     return figures
 
 
-def _describe_balance(rounds: list[Round], sizes: list[int]) -> dict[str, float]:
+def _describe_balance(rounds: list[Round], job: Job, result: Result) -> dict[str, float]:
     """Medians over the kept rounds of one set and balance, and the inputs of the bound."""
 
     def median_ms(values: Iterable[float]) -> float:
@@ -145,16 +146,16 @@ def _describe_balance(rounds: list[Round], sizes: list[int]) -> dict[str, float]
 
     described = {
         "compute_ms": median_ms(one.times[FLOOR] for one in rounds),
-        "wire_ms": median_ms(one.wire for one in rounds),
         "layer_forward_ms": median_ms(one.layer for one in rounds),
         "forward_ms": median_ms(one.floor_phases[0] for one in rounds),
         "backward_ms": median_ms(one.floor_phases[1] for one in rounds),
         "optimizer_ms": median_ms(one.floor_phases[2] for one in rounds),
-        "bound_ms": median_ms(schedule_of_round(one, sizes).step() for one in rounds),
         "ours_ms": median_ms(one.times[OURS] for one in rounds),
     }
-    if described["wire_ms"]:
-        described["compute_over_wire"] = round(described["compute_ms"] / described["wire_ms"], 3)
+    if job.nominal_wire_s is None:
+        described["wire_ms"] = median_ms(one.wire for one in rounds)
+        described["bound_ms"] = median_ms(schedule_of_round(one, result.unit_sizes).step() for one in rounds)
+        described["compute_over_wire"] = round(statistics.median(one.times[FLOOR] / one.wire for one in rounds), 3)
     return described
 
 
@@ -162,7 +163,8 @@ def _add_ratios(report: Report, balance: str, found: Found) -> None:
     every: list[tuple[Round, list[int]]] = []
     for job, result in found.values():
         good = kept(result.rounds.get(balance, []))
-        every += [(one, result.unit_sizes) for one in good]
+        if job.nominal_wire_s is None:
+            every += [(one, result.unit_sizes) for one in good]
         if not good:
             say(f"no round of {balance} was kept in one set: the machine drifts; run again when it is quiet")
             continue
@@ -173,7 +175,7 @@ def _add_ratios(report: Report, balance: str, found: Found) -> None:
                 report.add_ratio(key, paired.ratios(times, name, OURS))
             elif name not in (FLOOR, OURS):
                 report.add_ratio(f"{balance}_step_vs_{name}", paired.ratios(times, OURS, name))
-    if not every:
+    if not every:  # nothing kept, or no link to measure
         return
     rounds = [one for one, _ in every]
     bounds = [schedule_of_round(one, sizes).step() for one, sizes in every]
@@ -182,6 +184,13 @@ def _add_ratios(report: Report, balance: str, found: Found) -> None:
     report.add_ratio(f"{balance}_step_vs_bound", [one.times[OURS] / bound for one, bound in zip(rounds, bounds)])
     exposed = [1 - one.times[FLOOR] / one.times[OURS] for one in rounds]
     report.add_ratio(f"{balance}_exposed_comm_fraction", exposed)
+
+
+def _about_options(plan: Plan) -> str:
+    common = "fp32 on every wire, AdamW (fused) everywhere"
+    if found := complaints(plan.settings, read_record()):
+        return f"{common}. Options that the recorded sweep does not support: {'; '.join(found)}."
+    return f"Every variant runs the options that were best for it in the recorded sweep; {common}."
 
 
 def _add_equality(report: Report, found: Found) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import UnavailableError
 from bench.fsdp_step.job import VariantJob
+from bench.fsdp_step.recorded import complaints, read_record
 from bench.fsdp_step.results import kept, require_equality
-from bench.fsdp_step.settings import FLOOR, MOST_RESIDENT, OURS, SWEEP_FILE, Options, Settings
+from bench.fsdp_step.settings import FLOOR, MOST_RESIDENT, OURS, SWEEP_FILE, Options
 from bench.report import Report, say
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 
 BALANCE = "c1"
 ROUNDS = 4
-OPTIONAL = frozenset({"deepspeed_zero3"})
-"""Variants that need no figures, because they run only where their package is installed."""
-AS_GOOD = 1.03
-"""Options within this factor of the best figure count as the best: the rest is noise."""
 
 
 def run_sweep(plan: Plan, *, only: list[str]) -> Report:
@@ -34,7 +31,7 @@ def run_sweep(plan: Plan, *, only: list[str]) -> Report:
     names = [name for name, own in plan.settings.variants.items() if own.sweep and (not only or name in only)]
     if not names:
         raise UnavailableError(f"none of {only} has a sweep in settings.yaml")
-    record: dict[str, Any] = json.loads(SWEEP_FILE.read_text()) if SWEEP_FILE.exists() else {}
+    record = read_record()
     report = Report("fsdp-step", environment=plan.describe())
     for name in names:
         figures = _sweep_one(plan, name)
@@ -50,30 +47,6 @@ def run_sweep(plan: Plan, *, only: list[str]) -> Report:
         say(f"{name}: best {best['options']}, {best['step_ms']:.0f} ms, {best['over_compute']:.3f} of compute")
     report.notes += complaints(plan.settings, record) or ["settings.yaml names the best options of every sweep."]
     return report
-
-
-def complaints(settings: Settings, record: dict[str, Any]) -> list[str]:
-    """Sentences about options in force that the recorded sweep does not call the best, or nearly so."""
-    found = []
-    for name, own in settings.variants.items():
-        if not own.sweep:
-            continue
-        candidates = record.get(name, {}).get("candidates", [])
-        if not candidates and name in OPTIONAL:
-            continue
-        if not candidates:
-            found.append(f"{name}: sweep.json has no figures; run python -m bench fsdp-step --sweep --peers {name}")
-            continue
-        best = min(candidates, key=lambda figure: float(figure["over_compute"]))
-        chosen = [figure for figure in candidates if figure["options"] == own.options]
-        if not chosen:
-            found.append(f"{name}: the options in force, {own.options}, are not among those that were swept")
-        elif chosen[0]["over_compute"] > AS_GOOD * best["over_compute"]:
-            found.append(
-                f"{name}: settings.yaml has {own.options} with {chosen[0]['over_compute']:.3f} of compute; the sweep's "
-                f"best is {best['options']} with {best['over_compute']:.3f}"
-            )
-    return found
 
 
 def _sweep_one(plan: Plan, name: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bench.errors import UnavailableError
-from bench.fsdp_step import command, settings, sweep
+from bench.fsdp_step import command, recorded, settings
 from bench.fsdp_step.bound import Schedule, schedule_of
 from bench.fsdp_step.calibration import corrected_layer, drift
 from bench.fsdp_step.pace import Pace, wait_until
@@ -110,16 +110,16 @@ def test_sweep_complains_about_options_that_are_clearly_worse() -> None:
         for name, own in loaded.variants.items()
         if own.sweep
     }
-    assert sweep.complaints(loaded, record) == []
+    assert recorded.complaints(loaded, record) == []
     other = next(
         i
         for i, c in enumerate(record["torch_ddp"]["candidates"])
         if c["options"] != loaded.variants["torch_ddp"].options
     )
     record["torch_ddp"]["candidates"][other]["over_compute"] = 1.9
-    assert [line.split(":")[0] for line in sweep.complaints(loaded, record)] == ["torch_ddp"]
+    assert [line.split(":")[0] for line in recorded.complaints(loaded, record)] == ["torch_ddp"]
     del record["hyperfsdp"]
-    assert any("no figures" in line for line in sweep.complaints(loaded, record))
+    assert any("no figures" in line for line in recorded.complaints(loaded, record))
 
 
 @pytest.mark.parametrize(
