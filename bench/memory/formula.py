@@ -12,7 +12,7 @@ element in compute, in sums of gradients and at rest. What may be alive:
 | full parameters gathered ahead | max(prefetch, one unit); none for prefetch = 0 | prefetch, use |
 | gradients of the full parameters | c P | backward of the unit, its reduction |
 | operand of the reduce-scatter, where it is no gradient itself (c != r) | r P | reduction issued, done |
-| what gloo's exchange receives | r P (F - 1) / F | reduction issued, done |
+| what gloo's exchange receives | r P (F - 2) / F | reduction issued, done |
 | a sum that is added to the partial sum of earlier micro-batches | r P / F | reduction issued, done |
 | full gradients kept by set_requires_gradient_sync(False) | r P | first backward, reduction |
 | buckets of sums beside an existing `.grad` | window x bucket, at most all | first reduction of the bucket, delivery |
@@ -148,7 +148,7 @@ def _others(units: Sequence[int], index: int, setting: Setting) -> int:
 def _in_flight(unit: int, setting: Setting) -> int:
     """What a running reduce-scatter holds: its operand, be it a gradient or a copy, what it receives, its sum."""
     operand = unit * setting.reduce
-    received = operand * (setting.shard_size - 1) // setting.shard_size if setting.exchanges else 0
+    received = operand * (setting.shard_size - 2) // setting.shard_size if setting.exchanges else 0
     scratch = operand // setting.shard_size if setting.accumulation == "all_reduce_last" else 0
     return operand + received + scratch
 

@@ -115,15 +115,15 @@ def total(root: int, blocks: list[int], setting: Setting) -> int:
 
 
 def test_formula_on_one_unit() -> None:
-    # 3 x 4 x 100/2 at rest, 400 full and 400 gradients; or 400 gradients, 200 received and 200 sharded gradients.
+    # 3 x 4 x 100/2 at rest, 400 full and 400 gradients; or 400 gradients and 200 sharded ones, which also receive.
     assert total(0, [100], Setting()) == 600 + 800
     # Kept full parameters stay while the reduction receives.
-    assert total(0, [100], Setting(reshard=False)) == 600 + 400 + 400 + 200 + 200
+    assert total(0, [100], Setting(reshard=False)) == 600 + 400 + 400 + 200
 
 
 def test_formula_on_two_units() -> None:
-    # Backward of the first: its full 400 and gradients 400; of the second an operand, what it receives, its bucket.
-    resting, running = 3 * 4 * 100, 400 + 200
+    # Backward of the first: its full 400 and gradients 400; of the second an operand and its bucket.
+    resting, running = 3 * 4 * 100, 400
     assert total(0, [100, 100], Setting(bucket=200)) == resting + 400 + 400 + running + 200
     # One bucket for all is allocated as a whole.
     assert total(0, [100, 100], Setting()) == resting + 400 + 400 + running + 400
@@ -136,13 +136,13 @@ def test_formula_on_two_units() -> None:
 
 
 def test_formula_in_bf16_has_small_gradients_and_large_operands() -> None:
-    assert total(0, [100, 100], Setting(compute=2, bucket=200)) == 1200 + 200 + 200 + 600 + 200
+    assert total(0, [100, 100], Setting(compute=2, bucket=200)) == 1200 + 200 + 200 + 400 + 200
 
 
 def test_formula_of_accumulation() -> None:
     blocks = [100] * 4
     # All sharded gradients exist from the micro-batches before; backward of unit 2, with one more gathered ahead.
-    base = 12 * 200 + 4 * 200 + 400 + 400 + 400 + 600
+    base = 12 * 200 + 4 * 200 + 400 + 400 + 400 + 400
     assert total(0, blocks, Setting(accumulation="grad_exists", bucket=200)) == base + 2 * 200
     assert total(0, blocks, Setting(accumulation="grad_exists", bucket=200, window=1)) == base + 200
     assert total(0, blocks, Setting(accumulation="grad_exists")) == base + 800
@@ -176,11 +176,12 @@ def test_prefetch_is_within_its_budget(prefetch: int | None) -> None:
 
 def test_more_in_flight_costs_an_operand_and_the_slices_of_others_each() -> None:
     blocks = [100] * 6
-    by_bound = [total(0, blocks, Setting(in_flight=bound)) for bound in (1, 2, 3)]
+    by_bound = [total(0, blocks, Setting(shard_size=4, in_flight=bound)) for bound in (1, 2, 3)]
     assert [b - a for a, b in itertools.pairwise(by_bound)] == [600, 600]
-    assert total(0, blocks, Setting(in_flight=2, exchanges=False)) == by_bound[1] - 2 * 200
+    assert total(0, blocks, Setting(shard_size=4, in_flight=2, exchanges=False)) == by_bound[1] - 2 * 200
     held = {f: moments(0, blocks, Setting(shard_size=f))[2].parts["in flight"] for f in (2, 4)}
-    assert held == {2: 400 + 200, 4: 400 + 300}
+    # One of the slices of others is received where the sum goes.
+    assert held == {2: 400, 4: 400 + 200}
 
 
 def test_formula_needs_a_unit() -> None:

@@ -172,22 +172,25 @@ class Root:
         for route, members in by_route.items():
             sizes = [gradients.numel * route.wire_dtype.itemsize for _, gradients in members]
             position = 0
-            for count in compose(sizes, self._message_bytes(route, members[0][0].info.device)):
+            for count in compose(sizes, self._message_bytes(route, members[0][0].info)):
                 taken = members[position : position + count]
                 position += count
                 buckets.append(Bucket([g for _, g in taken], route, taken[0][0].lane, taken[0][0].info.device))
         order = {gradients: position for position, (_, gradients) in enumerate(planned)}
         self.pipeline.use(sorted(buckets, key=lambda bucket: order[bucket.units[0]]))
 
-    def _message_bytes(self, route: Route, device: torch.device) -> int:
-        """Bytes of a message between supernodes: as configured, else what suits the link."""
+    def _message_bytes(self, route: Route, info: MeshInfo) -> int:
+        """Bytes of a message between supernodes: as configured, else what suits the link, alike on the whole mesh."""
         if route.group is None:
             return 0  # nothing crosses, nothing is gained by waiting for one another
         if self.bucket_bytes is not None:
             return self.bucket_bytes
         if route.group not in self._link_bytes:
-            link = measure_link(route.group, device)
-            self._link_bytes[route.group] = _DEFAULT_MESSAGE_BYTES if link is None else link.message_bytes
+            link = measure_link(route.group, info.device)
+            chosen = torch.tensor([_DEFAULT_MESSAGE_BYTES if link is None else link.message_bytes], device=info.device)
+            if info.shard_size > 1:
+                dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=info.shard_group)
+            self._link_bytes[route.group] = int(chosen)
             _log.info("link between supernodes: %s; bucket_bytes=%d", link, self._link_bytes[route.group])
         return self._link_bytes[route.group]
 

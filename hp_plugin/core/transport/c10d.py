@@ -77,7 +77,8 @@ class Exchange:
 
     Attributes:
         output: Where the sum goes.
-        slices: By rank: what it contributes to the sum. This rank's is a view of its operand, the others are receiving.
+        slices: By rank: what it contributes to the sum. This rank's is a view of its operand, the others are receiving,
+            one of them in `output`.
         receives: What fills the slices of the others.
         sends: What reads the operand.
         operand: Kept alive until it has been read.
@@ -96,8 +97,10 @@ class Exchange:
         mine = operand.view(size, -1)
         others = [(rank + step) % size for step in range(1, size)]
         slices = [mine[rank]] * size
+        # The first addition reads slices 0 and 1, so the one of them that comes from elsewhere may lie in the output.
+        in_output = 1 if rank == 0 else 0
         for other in others:
-            slices[other] = torch.empty_like(output)
+            slices[other] = output if other == in_output else torch.empty_like(output)
         receives = [group.recv([slices[other]], other, _TAG) for other in others]
         sends = [group.send([mine[other]], other, _TAG) for other in others]
         return cls(output, slices, receives, sends, operand)
