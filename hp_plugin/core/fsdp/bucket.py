@@ -88,6 +88,13 @@ class Bucket:
         """Whether it holds a buffer beside `.grad`."""
         return self._side is not None
 
+    def forget_done_jobs(self) -> None:
+        """Drops the tickets of jobs that have run. Raises what one of them raised."""
+        for ticket in self.tickets:
+            if ticket.is_done:
+                ticket.wait()
+        self.tickets = [ticket for ticket in self.tickets if not ticket.is_done]
+
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
     def begin_sum(self, unit: UnitGradients, *, before_side: Callable[[], None]) -> torch.Tensor:
@@ -98,6 +105,8 @@ class Bucket:
             before_side: Called before a side buffer is allocated.
         """
         if unit.flat_is_free:
+            if self._flat_is_unused and self._flat_is_kept_elsewhere:
+                self._leave_flat()
             unit.partial = self._flat_slice(unit)
         else:
             if self._side is None:
@@ -124,20 +133,32 @@ class Bucket:
         """Gives back the memory of the flat buffer while no gradient and no sum exists, thus during forward.
 
         Views and addresses stay, so the same `.grad` objects serve the next step. Whoever kept a gradient, or a view of
-        one, past the end of its step keeps it: then the buffer is left to them and a new one made.
+        one, past the end of its step keeps it: the memory stays, and the next sum gets a new buffer.
         """
-        flat = self._flat
-        if flat is None or flat.untyped_storage().size() == 0:
-            return
-        if not all(unit.partial is None and (unit.flat_is_free or not unit.reduces_in_grad) for unit in self.units):
-            return
-        expected = self._own_references + sum(unit.flat_references for unit in self.units)
-        if storage_references(flat) == expected and not any(unit.wrappers_are_shared for unit in self.units):
-            flat.untyped_storage().resize_(0)
-            return
+        # A thread of gloo may hold a message for a moment longer than whoever waited for it: then next time.
+        if self._flat_is_unused and not self._flat_is_kept_elsewhere:
+            assert self._flat is not None
+            self._flat.untyped_storage().resize_(0)
+
+    def _leave_flat(self) -> None:
+        """Leaves the flat buffer to whoever holds a view of it."""
         self._flat = None
         for unit in self.units:
             unit.forget_flat()
+
+    @property
+    def _flat_is_unused(self) -> bool:
+        """Whether the flat buffer has memory and holds neither a sum nor a gradient."""
+        if self._flat is None or self._flat.untyped_storage().size() == 0:
+            return False
+        return all(not unit.sums_in_flat and (unit.flat_is_free or not unit.reduces_in_grad) for unit in self.units)
+
+    @property
+    def _flat_is_kept_elsewhere(self) -> bool:
+        """Whether anyone but this bucket and its units holds a view of the flat buffer."""
+        assert self._flat is not None
+        expected = self._own_references + sum(unit.flat_references for unit in self.units)
+        return storage_references(self._flat) != expected or any(unit.wrappers_are_shared for unit in self.units)
 
     def release_side(self) -> None:
         """Drops the side buffer once no partial sum lies in it."""

@@ -35,7 +35,7 @@ class UnitGradients:
     Args:
         name: Name of the unit.
         operands: Those parameters as operands of the reduce-scatter, in the order of their slots. Fixed for life.
-        dtype: Reduce dtype.
+        dtype: Dtype of the sums.
         counters: Where copies and DTensor constructions are counted.
     """
 
@@ -51,7 +51,7 @@ class UnitGradients:
         self.is_in_flight = False
         """Whether `partial` is being reduced between supernodes: nothing may be added to it."""
         self.reduces_in_grad = all(p.master_dtype == dtype for p in self.parameters)
-        """Whether `.grad` is a view of the flat buffer: the optimizer wants the dtype in which we reduce."""
+        """Whether `.grad` is a view of the flat buffer: the optimizer wants the dtype in which we sum."""
         self._flat: torch.Tensor | None = None
         self._flat_slots: list[torch.Tensor] = []
         self._stores: list[torch.Tensor] = []

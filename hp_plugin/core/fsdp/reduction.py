@@ -22,7 +22,7 @@ from hp_plugin.core.fsdp.bucket import Bucket, Member
 from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.schedule import Schedule
-from hp_plugin.core.kernels import accumulate_scaled_
+from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
 from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
 from hp_plugin.core.transport.c10d import PendingCopies
 from hp_plugin.core.transport.lane import Ticket
@@ -121,12 +121,13 @@ class ReductionPipeline:
 
     def _start_intra(self, bucket: Bucket, unit: UnitGradients, reduction: Reduction) -> None:
         """Issues the reduction inside the supernode and queues what completes the partial sum."""
-        earlier = unit.partial
-        if earlier is None:
-            target = bucket.begin_sum(unit, before_side=self._make_room)
-        else:
-            target = torch.empty_like(earlier)
-        slots, operands = unit.slots(target), reduction.operands
+        operands = reduction.operands
+        adds = unit.partial is not None
+        total = unit.partial if unit.partial is not None else bucket.begin_sum(unit, before_side=self._make_room)
+        scattered = total
+        if adds or operands[0].dtype != total.dtype:
+            scattered = torch.empty_like(total, dtype=operands[0].dtype)
+        slots = unit.slots(scattered)
         if reduction.transport is None:
             pending: Pending = PendingCopies(slots, operands)
             self.counters.copied_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
@@ -136,14 +137,18 @@ class ReductionPipeline:
             self.counters.reduce_scatter_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
             self._note("intra", "reduce-scatter", [unit])
 
+        if scattered is not total and not adds:
+            self.counters.copied_bytes += total.numel() * total.dtype.itemsize
         # The collective alone keeps the operands from here on, so that each goes when it is summed.
         bucket.lane.protect(operands)
         operands.clear()
 
         def complete() -> None:
             pending.wait()
-            if earlier is not None:
-                accumulate_scaled_(earlier, target, 1.0)
+            if adds:
+                accumulate_scaled_(total, scattered, 1.0)
+            elif scattered is not total:
+                scale_copy_(total, scattered, 1.0)
 
         self._intra = bucket.lane.submit(complete)
         bucket.tickets.append(self._intra)
@@ -163,6 +168,7 @@ class ReductionPipeline:
         members = {unit: member.scale for unit, member in bucket.round.items() if member.all_reduce}
         bucket.round = {}
         if not members:
+            bucket.forget_done_jobs()
             return
         crossing = Crossing(bucket, members, bucket.tickets)
         bucket.tickets = []

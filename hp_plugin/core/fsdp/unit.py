@@ -225,6 +225,14 @@ class Unit:
             return self.policy.reduce_dtype
         return functools.reduce(torch.promote_types, (p.compute_dtype for p in self.parameters))
 
+    @functools.cached_property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype in which sums are kept between micro-batches and supernodes: not narrower than what the optimizer has.
+
+        Rounding each micro-batch's sum to a narrow reduce dtype loses small gradients (pytorch PR 194628).
+        """
+        return functools.reduce(torch.promote_types, (p.master_dtype for p in self.parameters), self.reduce_dtype)
+
     def count_backward(self) -> None:
         """The backward of one forward has passed."""
         self.outstanding_forwards = max(0, self.outstanding_forwards - 1)
@@ -275,14 +283,14 @@ class Unit:
         self.gradients = None
         if trainable:
             operands = group_operands(trainable)
-            self.gradients = UnitGradients(self.name, operands, self.reduce_dtype, self.root.counters)
+            self.gradients = UnitGradients(self.name, operands, self.sum_dtype, self.root.counters)
         return self.gradients
 
     @property
     def route(self) -> Route:
         """How sums of this unit travel between supernodes."""
-        dtype = self.reduce_dtype
-        return Route(self.info.replicate_group, dtype, self.policy.inter_reduce_dtype or dtype)
+        wire_dtype = self.policy.inter_reduce_dtype or self.reduce_dtype
+        return Route(self.info.replicate_group, self.sum_dtype, wire_dtype)
 
     @property
     def lane(self) -> Lane:
@@ -294,7 +302,7 @@ class Unit:
         operands = []
         for operand in gradients.operands:
             taken = [self._taken_gradient(parameter) for parameter in operand.parameters]
-            operands.append(operand.reduction_operand(taken, gradients.dtype, self.root.counters))
+            operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters))
         return Reduction(
             operands=operands,
             transport=self._transport,
@@ -315,7 +323,7 @@ class Unit:
         if gradient is None:
             return
         if parameter.unsharded_gradient is None:
-            parameter.unsharded_gradient = gradient.to(self.reduce_dtype)
+            parameter.unsharded_gradient = gradient.to(self.sum_dtype)
         else:
             accumulate_scaled_(parameter.unsharded_gradient, gradient, 1.0)
 

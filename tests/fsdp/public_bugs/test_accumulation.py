@@ -55,6 +55,11 @@ def sums_of_many_micro_batches() -> None:
             MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32, inter_reduce_dtype=bf16, master_dtype=fp32),
             ("all_reduce_last",),
         ),
+        # Only what travels is bfloat16: the masters' dtype decides in what micro-batches add up.
+        (
+            MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, master_dtype=fp32),
+            ("all_reduce_last", "sync_last"),
+        ),
         # A bfloat16 model without masters: one rounding, at the end. "plain" adds every micro-batch to bfloat16.
         (MixedPrecisionPolicy(reduce_dtype=fp32), ("all_reduce_last", "sync_last")),
     ]
