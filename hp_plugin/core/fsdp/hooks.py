@@ -122,6 +122,7 @@ class UnitHooks:
     def _must_reshard(self, has_backward: bool) -> bool:
         if has_backward and is_in_backward():
             # Checkpointing outside the unit recomputes it inside backward: its own backward is next and needs it whole.
+            self.unit.root.recomputed.append(self.unit)
             return False
         # Without gradients nothing will come back for the full tensors, unless this is the first pass of checkpointing.
         return self.unit.reshards_after_forward or not (has_backward or self.unit.root.is_in_training_forward)

@@ -50,6 +50,8 @@ class Root:
         self.is_in_training_forward = False
         """Whether the root's forward runs, with gradients enabled at its start."""
         self._backward_is_open = False
+        self.recomputed: list[Unit] = []
+        """Units whose forward ran again in this backward and that were left unsharded for their own backward."""
         self._forward_is_open = False
         self.prefetcher = Prefetcher(self._prefetch_budget())
         self._link_bytes: dict[dist.ProcessGroup, int] = {}
@@ -79,6 +81,7 @@ class Root:
     def _abandon_backward(self) -> None:
         """The last backward raised before its end: its gradients are lost, its full tensors are released."""
         self._backward_is_open = False
+        self.recomputed = []
         self.pipeline.discard()
         for unit in self.units:
             unit.awaits_reduction = False
@@ -141,6 +144,11 @@ class Root:
                 self.finish_backward_of(unit)
             if unit.outstanding_forwards == 0:
                 unit.drop_kept()
+        recomputed, self.recomputed = self.recomputed, []
+        for unit in recomputed:
+            # No gradient reached it: nothing else would take its full tensors away before the weights change.
+            if unit.phase is Phase.UNSHARDED and unit.reshard_after_backward:
+                unit.reshard("end of backward")
         self.prefetcher.release("end of backward")
         self.prefetcher.backward.end()
         self.pipeline.end_round()

@@ -103,12 +103,11 @@ def training_with_recomputation(*, replicate: int, shard_size: int) -> None:
                 with torch.no_grad():
                     sharded(batch(9)[0])
                 assert_at_rest(sharded)
-            if kind in ("none", "non-reentrant"):
-                # Gathered ahead for a backward that does not come: the output of the block is not used.
-                handles = [model.blocks[2].register_forward_hook(bypass) for model in (plain, sharded)]
-                backward_and_compare(plain, sharded, 2)
-                for handle in handles:
-                    handle.remove()
+            # Gathered ahead or recomputed for a backward that does not come: the output of the block is not used.
+            handles = [model.blocks[2].register_forward_hook(bypass) for model in (plain, sharded)]
+            backward_and_compare(plain, sharded, 2)
+            for handle in handles:
+                handle.remove()
             if kind == "pairs":
                 continue
             # Gathered ahead for a forward that does not come.
