@@ -99,8 +99,7 @@ class Operand(abc.ABC):
 
     def finish_refill(self) -> None:
         """Puts the refilled full tensors into the modules."""
-        for parameter in self.parameters:
-            parameter.install_full()
+        ShardedParameter.install_full(self.parameters)
 
     def release_full(self) -> None:
         """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
@@ -193,7 +192,7 @@ class Single(Operand):
                 target.copy_(source)
             counters.copied_bytes += parameter.slot.numel * self.dtype.itemsize
             self._staging = None
-        parameter.install_full()
+        ShardedParameter.install_full(self.parameters)
 
     def release_full(self) -> None:
         """As `Operand.release_full`; drops a staging tensor of a gather that was not finished."""
@@ -274,8 +273,7 @@ class Pack(Operand):
         torch._foreach_copy_(*self._copy_out)
         counters.copied_bytes += self._numel * self.dtype.itemsize
         self._release_packed()
-        for parameter in self.parameters:
-            parameter.install_full()
+        ShardedParameter.install_full(self.parameters)
 
     def release_full(self) -> None:
         """As `Operand.release_full`; drops the packed tensor of a gather that was not finished."""

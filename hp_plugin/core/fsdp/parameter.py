@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,16 +195,18 @@ class ShardedParameter:
         self._full = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
         _attach(self._full, self.attributes)
 
-    def install_full(self) -> None:
-        """Puts the full parameter into the modules."""
-        full = self._full
-        assert full is not None
-        if full.requires_grad != self.sharded.requires_grad:
-            full.requires_grad_(self.sharded.requires_grad)
-        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we
-        # need.
-        for module, attribute in self.owners:
-            module._parameters[attribute] = full
+    @staticmethod
+    def install_full(parameters: Sequence[ShardedParameter]) -> None:
+        """Puts the full parameters into the modules."""
+        for parameter in parameters:
+            full = parameter._full
+            assert full is not None
+            if full.requires_grad != parameter.sharded.requires_grad:
+                full.requires_grad_(parameter.sharded.requires_grad)
+            # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing
+            # we need.
+            for module, attribute in parameter.owners:
+                module._parameters[attribute] = full
 
     def install_sharded(self) -> None:
         """Puts the sharded parameter into the modules. Keeps the gradient of the full one."""

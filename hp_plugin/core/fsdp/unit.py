@@ -210,11 +210,10 @@ class Unit:
 
     def _wait_for_gather(self) -> None:
         if self._gather is not None:
-            wait, start = self.root.counters.waits[WaitCause.ALL_GATHER.value], time.perf_counter()
+            start = time.perf_counter()
             self._gather.wait()
             self._gather = None
-            wait.count += 1
-            wait.seconds += time.perf_counter() - start
+            self.root.counters.waited(WaitCause.ALL_GATHER, start)
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -246,15 +245,13 @@ class Unit:
     def submit_gradients(self) -> None:
         """Hands the gradients of this backward to the reduction, or keeps them unsharded where sync is off."""
         self.awaits_reduction = False
-        trainable = self.trainable
-        if not trainable:
-            return
+        gradients = self.gradients
+        if gradients is None:
+            return  # nothing was trainable when backward opened
         if not self.requires_gradient_sync:
-            for parameter in trainable:
+            for parameter in gradients.parameters:
                 self._keep_unsharded(parameter)
             return
-        gradients = self.gradients
-        assert gradients is not None, "planned when backward opened"
         self.root.pipeline.submit(gradients, lambda: self._reduction(gradients))
 
     @property
@@ -301,7 +298,9 @@ class Unit:
     def _reduction(self, gradients: UnitGradients) -> Reduction:
         operands = []
         for operand in gradients.operands:
-            taken = [self._taken_gradient(parameter) for parameter in operand.parameters]
+            taken = [
+                p.take_gradient() if p.unsharded_gradient is None else self._taken_sum(p) for p in operand.parameters
+            ]
             operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters))
         return Reduction(
             operands=operands,
@@ -310,10 +309,8 @@ class Unit:
             divide_factor=self.divide_factor,
         )
 
-    def _taken_gradient(self, parameter: ShardedParameter) -> torch.Tensor | None:
+    def _taken_sum(self, parameter: ShardedParameter) -> torch.Tensor | None:
         """The gradient of this backward and of earlier ones that did not communicate; `parameter` loses it."""
-        if parameter.unsharded_gradient is None:
-            return parameter.take_gradient()
         self._keep_unsharded(parameter)
         gradient, parameter.unsharded_gradient = parameter.unsharded_gradient, None
         return gradient

@@ -15,11 +15,6 @@ import torch.distributed as dist
 
 from hp_plugin.core.devices import Capabilities, backend_capabilities
 
-# torch 2.13 renamed the flat collectives and deprecates the names that 2.7 has.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 # gloo runs a reduce-scatter as an all-reduce of a copy of the operand. Sending every rank its slice and adding up what
 # arrives moves half the bytes, needs no copy and takes a fraction of the time (4 operands, 3 MB in all, 2 ranks: 2 ms
 # instead of 7.3).
@@ -143,6 +138,9 @@ class PendingCopies(Pending):
 class C10dTransport:
     """All-gather and reduce-scatter inside one shard group.
 
+    Collectives are called on the process group itself: the functions of `torch.distributed` check and convert what is
+    right by construction here, at twice the host time.
+
     Args:
         group: The shard group. Every rank of it must call every method in the same order; one thread per group.
     """
@@ -170,7 +168,7 @@ class C10dTransport:
             if len(outs) > 1:
                 works.append(self.group.allgather_into_tensor_coalesced(outs, ins))
             else:
-                works.append(_all_gather_flat(outs[0], ins[0], group=self.group, async_op=True))
+                works.append(self.group._allgather_base(outs[0], ins[0]))
         return Pending(works, [*outputs, *inputs])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
@@ -187,15 +185,13 @@ class C10dTransport:
         if self._exchanges:
             return self._exchange(outputs, inputs)
         works: list[Any] = []
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
             if len(outs) > 1:
-                options = dist.ReduceScatterOptions()
-                options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
                 works.append(self.group.reduce_scatter_tensor_coalesced(outs, ins, options))
             else:
-                works.append(
-                    _reduce_scatter_flat(outs[0], ins[0], op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-                )
+                works.append(self.group._reduce_scatter_base(outs[0], ins[0], options))
         return Pending(works, [*outputs, *inputs])
 
     def _exchange(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:

@@ -53,7 +53,7 @@ class SumOnlyGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
 
     def _allgather_base(self, output: Tensor, operand: Tensor, opts: Any = None) -> Any:
-        return self._gloo._allgather_base(output, operand, opts or dist.AllgatherOptions())
+        return self._gloo._allgather_base(output, operand, *([] if opts is None else [opts]))
 
     all_gather_single = _allgather_base
 
