@@ -50,3 +50,25 @@ def gradients_kept_past_the_step(replicate: int, shard: int) -> dict[str, bool]:
         )
         del kept
     return found
+
+
+def gradients_dropped_between_micro_batches(replicate: int, shard: int) -> bool:
+    """A sum that began beside a gradient is delivered after that gradient has been dropped, two forwards later."""
+    _, sharded = pair(make_mesh(replicate, shard))
+
+    def backward(index: int, *, all_reduce: bool) -> None:
+        sharded.set_requires_all_reduce(all_reduce)
+        sharded(batch(index)[dist.get_rank()]).square().mean().backward()
+
+    def gradients() -> list[torch.Tensor]:
+        return [p.grad._local_tensor.clone() for p in sharded.parameters()]
+
+    backward(1, all_reduce=False)
+    backward(2, all_reduce=True)
+    expected = gradients()
+    sharded.zero_grad()
+    backward(0, all_reduce=True)
+    backward(1, all_reduce=False)  # beside the gradient
+    sharded.zero_grad()
+    backward(2, all_reduce=True)
+    return all(torch.equal(a, b) for a, b in zip(expected, gradients(), strict=True))

@@ -28,3 +28,9 @@ def test_consecutive_units_share_a_bucket_up_to_its_size(sizes: list[int], limit
 def test_gradient_memory_is_given_back_in_forward_but_not_under_a_gradient_that_is_kept(mesh: tuple[int, int]) -> None:
     for found in run_ranks(mesh[0] * mesh[1], kept.gradients_kept_past_the_step, replicate=mesh[0], shard=mesh[1]):
         assert all(found.values()), found
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_gradient_memory_is_not_given_back_under_a_sum_that_is_to_go_into_it(mesh: tuple[int, int]) -> None:
+    fn = kept.gradients_dropped_between_micro_batches
+    assert all(run_ranks(mesh[0] * mesh[1], fn, replicate=mesh[0], shard=mesh[1]))

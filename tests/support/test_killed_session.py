@@ -51,6 +51,8 @@ def test_killed_pytest_leaves_nothing_behind(sig: signal.Signals, tmp_path: Path
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # A shell that starts jobs in the background has them ignore SIGINT, and so would Python.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         files = [Path(f"{pid_file}.{rank}") for rank in range(2)]

@@ -148,10 +148,10 @@ class Bucket:
 
     @property
     def _flat_is_unused(self) -> bool:
-        """Whether the flat buffer has memory and holds neither a sum nor a gradient."""
+        """Whether the flat buffer has memory, holds neither sum nor gradient, and no sum beside it is to go into it."""
         if self._flat is None or self._flat.untyped_storage().size() == 0:
             return False
-        return all(not unit.sums_in_flat and (unit.flat_is_free or not unit.reduces_in_grad) for unit in self.units)
+        return all(unit.partial is None and (unit.flat_is_free or not unit.reduces_in_grad) for unit in self.units)
 
     @property
     def _flat_is_kept_elsewhere(self) -> bool:
