@@ -34,3 +34,10 @@ def test_gradient_memory_is_given_back_in_forward_but_not_under_a_gradient_that_
 def test_gradient_memory_is_not_given_back_under_a_sum_that_is_to_go_into_it(mesh: tuple[int, int]) -> None:
     fn = kept.gradients_dropped_between_micro_batches
     assert all(run_ranks(mesh[0] * mesh[1], fn, replicate=mesh[0], shard=mesh[1]))
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_gradient_memory_is_given_back_and_used_again_while_the_back_end_holds_a_message(mesh: tuple[int, int]) -> None:
+    fn = kept.messages_that_the_back_end_still_holds
+    for found in run_ranks(mesh[0] * mesh[1], fn, replicate=mesh[0], shard=mesh[1]):
+        assert all(found.values()), found

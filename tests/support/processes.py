@@ -62,12 +62,21 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """Whether `pid` is what multiprocessing starts beside a process, once, to unlink what that one leaves in memory."""
+    return "multiprocessing.resource_tracker" in command_line(pid)
+
+
 def marked_processes(marker: str) -> list[int]:
-    """Living processes that were started with the environment variable `marker`; this process is left out."""
+    """Living processes that were started with the environment variable `marker`.
+
+    Left out are this process and its resource tracker, if it has one: that ends with it, and not before.
+    """
     wanted = f"{marker}=".encode()
+    mine = {os.getpid(), *(pid for pid in children_of(os.getpid()) if is_resource_tracker(pid))}
     found = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
+        if not entry.isdigit() or int(entry) in mine:
             continue
         try:
             environment = Path(f"/proc/{entry}/environ").read_bytes()
@@ -97,11 +106,9 @@ def end_marked_processes(marker: str, *, deadline_s: float = 10.0) -> list[str]:
         if not alive:
             break
         for pid in alive:
-            words = command_line(pid)
-            is_tracker = "resource_tracker" in words
-            if is_tracker and time.monotonic() - started < 0.5:
+            if is_resource_tracker(pid) and time.monotonic() - started < 0.5:
                 continue
-            found.setdefault(pid, words)
+            found.setdefault(pid, command_line(pid))
             kill(pid)
         time.sleep(0.02)
     return list(found.values())

@@ -91,3 +91,24 @@ def inner_processes(pid: int) -> list[int]:
     for child in children_of(pid):
         found += [child, *inner_processes(child)]
     return found
+
+
+SESSION_WITH_TRACKER = """
+import subprocess
+from multiprocessing import shared_memory
+from tests.support.ranks import close_session, current_session
+
+current_session()
+block = shared_memory.SharedMemory(create=True, size=64)  # multiprocessing starts its tracker for this process
+block.close()
+block.unlink()
+left = subprocess.Popen(["sleep", "60"]) if {leave} else None
+print(close_session())
+"""
+
+
+@pytest.mark.parametrize(("leave", "expected"), [(False, "[]"), (True, "['sleep 60']")])
+def test_resource_tracker_of_pytest_itself_is_not_left_behind(leave: bool, expected: str) -> None:
+    code = SESSION_WITH_TRACKER.format(leave=leave)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout.strip(), ended.stderr) == (expected, "")

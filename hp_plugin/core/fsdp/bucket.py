@@ -66,6 +66,7 @@ class Bucket:
     tickets: list[Ticket] = field(default_factory=list)
     _flat: torch.Tensor | None = None
     _side: torch.Tensor | None = None
+    _flat_messages: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _own_references: int = 0
 
     def __post_init__(self) -> None:
@@ -135,14 +136,13 @@ class Bucket:
         Views and addresses stay, so the same `.grad` objects serve the next step. Whoever kept a gradient, or a view of
         one, past the end of its step keeps it: the memory stays, and the next sum gets a new buffer.
         """
-        # A thread of gloo may hold a message for a moment longer than whoever waited for it: then next time.
         if self._flat_is_unused and not self._flat_is_kept_elsewhere:
             assert self._flat is not None
             self._flat.untyped_storage().resize_(0)
 
     def _leave_flat(self) -> None:
         """Leaves the flat buffer to whoever holds a view of it."""
-        self._flat = None
+        self._flat, self._flat_messages = None, {}
         for unit in self.units:
             unit.forget_flat()
 
@@ -189,7 +189,18 @@ class Bucket:
                 runs[-1] = (buffer, runs[-1][1], start + unit.numel)
             else:
                 runs.append((buffer, start, start + unit.numel))
-        return [buffer.narrow(0, start, end - start) for buffer, start, end in runs]
+        return [self._message(buffer, start, end) for buffer, start, end in runs]
+
+    def _message(self, buffer: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        if buffer is not self._flat:
+            return buffer.narrow(0, start, end - start)
+        # A thread of gloo drops a message a moment after whoever waited for it goes on. A view of each message that
+        # lives as long as the buffer makes that invisible to those who count who holds the buffer.
+        message = self._flat_messages.get((start, end))
+        if message is None:
+            message = self._flat_messages[start, end] = buffer.narrow(0, start, end - start)
+            self._own_references += 1
+        return message
 
     def abandon(self) -> None:
         """Drops every sum and what is known of the round."""
