@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hp_plugin import HyperAdamW, clip_grad_norm_, fully_shard
-from tests.fsdp.public_bugs.probes import Collective, CollectiveLog
+from tests.fsdp.public_bugs.probes import Channel, Collective, CollectiveLog
 from tests.fsdp.twins import assert_at_rest, full, make_mesh
 from tests.support import run_ranks
 
@@ -57,10 +57,11 @@ def inputs_of(rank: int, step: int) -> Tensor:
     return x if rank % 2 == 0 else -x
 
 
-def train_with_branches(
-    *, replicate: int, shard: int
-) -> tuple[dict[tuple[int, ...], list[Collective]], list[set[str]], list[Tensor]]:
-    """The collectives of this rank by group, the names of parameters without a gradient, and weights in the end."""
+Calls = tuple[dict[tuple[int, ...], list[Collective]], dict[Channel, list[Collective]], dict[Channel, list[Collective]]]
+
+
+def train_with_branches(*, replicate: int, shard: int) -> tuple[Calls, list[set[str]], list[Tensor]]:
+    """What this rank communicated, the names of parameters without a gradient, and weights in the end."""
     mesh = make_mesh(replicate, shard)
     torch.manual_seed(1)
     model: Any = Model()
@@ -82,7 +83,7 @@ def train_with_branches(
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return log.by_group, unused, [full(p).detach() for p in model.parameters()]
+    return (log.by_group, log.sent, log.received), unused, [full(p).detach() for p in model.parameters()]
 
 
 def watch_uses(model: nn.Module) -> set[str]:
@@ -97,10 +98,16 @@ def test_ranks_agree_on_every_collective(mesh: tuple[int, int]) -> None:
     results = run_ranks(mesh[0] * mesh[1], train_with_branches, replicate=mesh[0], shard=mesh[1])
     assert len({repr(unused) for _, unused, _ in results}) > 1, "all ranks took the same branches"
     groups: dict[tuple[int, ...], list[list[Collective]]] = {}
-    for log, _, _ in results:
+    sent: dict[Channel, list[Collective]] = {}
+    received: dict[Channel, list[Collective]] = {}
+    for (log, sent_here, received_here), _, _ in results:
         for group, calls in log.items():
             groups.setdefault(group, []).append(calls)
+        sent |= sent_here
+        received |= received_here
     assert groups
+    assert bool(sent) == (mesh[1] > 1)
+    assert sent == received
     for group, logs in groups.items():
         assert len(logs) == len(group), f"{group}: a member entered no collective of it"
         for calls in logs[1:]:

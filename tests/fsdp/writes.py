@@ -158,8 +158,8 @@ class UnitFormula:
         is_cast = self.dtypes.master != self.dtypes.compute
         moved = 0
         for piece in self.singles:
-            if is_cast or piece.own != piece.slot:
-                moved += piece.own
+            if is_cast or piece.ranks > 1:
+                moved += piece.own  # cast, or copied by the rank itself, into its slot of the full tensor
             if piece.is_inner:
                 moved += piece.numel
         moved += sum(p.own + p.numel for p in self.pack)

@@ -212,6 +212,7 @@ class Unit:
         if self._gather is not None:
             start = time.perf_counter()
             self._gather.wait()
+            self.root.counters.copied_bytes += self._gather.copied_bytes
             self._gather = None
             self.root.counters.waited(WaitCause.ALL_GATHER, start)
 

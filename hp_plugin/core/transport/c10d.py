@@ -6,7 +6,9 @@ packed. All parameters of a unit leave in one coalesced launch where the backend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +16,28 @@ import torch
 import torch.distributed as dist
 
 from hp_plugin.core.devices import Capabilities, backend_capabilities
+from hp_plugin.core.transport.lane import Lane, lane_of
 
 # gloo runs a reduce-scatter as an all-reduce of a copy of the operand. Sending every rank its slice and adding up what
 # arrives moves half the bytes, needs no copy and takes a fraction of the time (4 operands, 3 MB in all, 2 ranks: 2 ms
-# instead of 7.3).
-_REDUCES_WHOLE_OPERANDS = frozenset({"gloo"})
-
-# gloo's coalesced all-gather packs all operands into a buffer of its own and unpacks it afterwards; separate calls, all
-# in flight at once, take a third of its time (10 operands of 1.6 MB, 2 ranks). Its coalesced reduce-scatter does not.
-_PACKS_COALESCED_ALL_GATHER = frozenset({"gloo"})
+# instead of 7.3). Its all-gather wakes a thread for each operand and copies once more: messages take half the CPU time
+# and half the time (5 operands, 3.1 MB in all, 2 ranks: 3 ms instead of 6; coalesced, which packs, 4.6).
+_BETTER_BY_MESSAGES = frozenset({"gloo"})
 
 
 class Pending:
-    """Collectives in flight, and the tensors that must live until they are done."""
+    """Collectives in flight, and the tensors that must live until they are done.
 
-    __slots__ = ("_keep", "_works")
+    Attributes:
+        copied_bytes: What was copied on this rank outside the back end. Final after `wait`.
+    """
+
+    __slots__ = ("_keep", "_works", "copied_bytes")
 
     def __init__(self, works: Sequence[Any], keep: Sequence[torch.Tensor]) -> None:
         self._works = works
         self._keep: Sequence[torch.Tensor] = keep
+        self.copied_bytes = 0
 
     def wait(self) -> None:
         """Makes the results visible: blocks the host on gloo, the current stream on a device. Idempotent."""
@@ -43,27 +48,59 @@ class Pending:
         self._keep = ()
 
 
-class PendingExchange(Pending):
-    """A reduce-scatter as an exchange of slices in flight; `wait` adds them up.
+class PendingGather(Pending):
+    """An all-gather as messages between ranks, issued on a lane.
 
     Args:
-        exchanges: One per operand.
+        outputs: As of `C10dTransport.all_gather`.
+        inputs: The same.
+        link: How slices travel.
+        lane: Where they are issued.
     """
 
-    __slots__ = ("_exchanges",)
+    __slots__ = ("_ticket",)
 
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
-        super().__init__((), ())
-        self._exchanges = list(exchanges)
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], link: Messages, lane: Lane
+    ) -> None:
+        super().__init__([], [*outputs, *inputs])
+
+        def issue() -> None:
+            self._works, self.copied_bytes = link.gather(outputs, inputs)
+
+        self._ticket = lane.submit(issue)
 
     def wait(self) -> None:
-        """Blocks until every slice is here and leaves the sums, formed in rank order, in the outputs. Idempotent.
+        """Blocks until every slice is here and has been sent. Idempotent."""
+        self._ticket.wait()
+        super().wait()
+
+
+class PendingExchange(Pending):
+    """A reduce-scatter as an exchange of slices. `wait` issues it, on whatever thread, and adds up what arrives.
+
+    Args:
+        outputs: 1-D tensors.
+        operands: What is summed into them.
+        link: How slices travel.
+    """
+
+    __slots__ = ("_link", "_operands", "_outputs")
+
+    def __init__(self, outputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], link: Messages) -> None:
+        super().__init__((), ())
+        self._outputs, self._operands, self._link = list(outputs), list(operands), link
+
+    def wait(self) -> None:
+        """Leaves the sums, formed in rank order, in the outputs. Idempotent.
 
         What an operand held is let go as soon as it is summed, so memory falls while the rest is still under way.
         """
-        self._exchanges.reverse()
-        while self._exchanges:
-            self._exchanges.pop().finish()
+        exchanges = [self._link.exchange(*pair) for pair in zip(self._outputs, self._operands)]
+        self._outputs, self._operands = [], []
+        exchanges.reverse()
+        while exchanges:
+            exchanges.pop().finish()
 
 
 @dataclass
@@ -85,21 +122,6 @@ class Exchange:
     sends: list[Any]
     operand: torch.Tensor
 
-    @classmethod
-    def start(cls, output: torch.Tensor, operand: torch.Tensor, group: dist.ProcessGroup) -> Exchange:
-        """Issues the messages. Every rank of the group must call, in the same order."""
-        rank, size = group.rank(), group.size()
-        mine = operand.view(size, -1)
-        others = [(rank + step) % size for step in range(1, size)]
-        slices = [mine[rank]] * size
-        # The first addition reads slices 0 and 1, so the one of them that comes from elsewhere may lie in the output.
-        in_output = 1 if rank == 0 else 0
-        for other in others:
-            slices[other] = output if other == in_output else torch.empty_like(output)
-        receives = [group.recv([slices[other]], other, _TAG) for other in others]
-        sends = [group.send([mine[other]], other, _TAG) for other in others]
-        return cls(output, slices, receives, sends, operand)
-
     def finish(self) -> None:
         """Waits for the messages and sums."""
         for work in self.receives:
@@ -109,8 +131,56 @@ class Exchange:
             work.wait()
 
 
-_TAG = 0
-"""Messages between two ranks match in the order of their issue."""
+class Messages:
+    """All-gather and reduce-scatter of one unit as messages between every two ranks of a group.
+
+    Messages of one tag between two ranks match in the order of their issue. Each unit has tags of its own, one for each
+    direction, so that its gathers and its reductions may be issued by two threads, and units by as many as they like.
+
+    Args:
+        group: Every rank of it must make its objects of this class in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        tags = _TAGS.setdefault(group, itertools.count(_FIRST_TAG))
+        self._gather_tag, self._reduce_tag = next(tags), next(tags)
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[list[Any], int]:
+        """Issues an all-gather. Returns what is to be waited for, and how many bytes were copied on this rank."""
+        works = []
+        parts = [output.view(self._size, -1) for output in outputs]
+        for part in parts:
+            works += [self._group.recv([part[other]], other, self._gather_tag) for other in self._others]
+        for own in inputs:
+            works += [self._group.send([own], other, self._gather_tag) for other in self._others]
+        copied = 0
+        for part, own in zip(parts, inputs):
+            mine = part[self._rank]
+            if mine.data_ptr() != own.data_ptr():
+                mine.copy_(own)
+                copied += mine.numel() * mine.dtype.itemsize
+        return works, copied
+
+    def exchange(self, output: torch.Tensor, operand: torch.Tensor) -> Exchange:
+        """Issues the reduce-scatter of one operand."""
+        mine = operand.view(self._size, -1)
+        slices = [mine[self._rank]] * self._size
+        # The first addition reads slices 0 and 1, so the one of them that comes from elsewhere may lie in the output.
+        in_output = 1 if self._rank == 0 else 0
+        for other in self._others:
+            slices[other] = output if other == in_output else torch.empty_like(output)
+        tag = self._reduce_tag
+        receives = [self._group.recv([slices[other]], other, tag) for other in self._others]
+        sends = [self._group.send([mine[other]], other, tag) for other in self._others]
+        return Exchange(output, slices, receives, sends, operand)
+
+
+_FIRST_TAG = 1 << 20
+"""Above what anyone else would choose for messages of his own in our groups."""
+_TAGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class PendingCopies(Pending):
@@ -148,10 +218,7 @@ class C10dTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.capabilities: Capabilities = backend_capabilities(group)
-        self._coalesce_all_gather = (
-            self.capabilities.coalesced_all_gather and self.capabilities.backend not in _PACKS_COALESCED_ALL_GATHER
-        )
-        self._exchanges = self.capabilities.backend in _REDUCES_WHOLE_OPERANDS
+        self._messages = Messages(group) if self.capabilities.backend in _BETTER_BY_MESSAGES else None
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
         """Gathers `inputs[i]` of all ranks, in rank order, into `outputs[i]`.
@@ -163,8 +230,10 @@ class C10dTransport:
         Returns:
             The collective in flight.
         """
+        if self._messages is not None:
+            return PendingGather(outputs, inputs, self._messages, lane_of(self.group, "cpu", role="gather"))
         works: list[Any] = []
-        for outs, ins in _launches(outputs, inputs, coalesce=self._coalesce_all_gather):
+        for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_all_gather):
             if len(outs) > 1:
                 works.append(self.group.allgather_into_tensor_coalesced(outs, ins))
             else:
@@ -180,10 +249,11 @@ class C10dTransport:
                 They must not change before the returned handle has been waited for.
 
         Returns:
-            The collective in flight. Its `wait` may run on another thread; on gloo it does the summing.
+            The collective in flight. Its `wait` may run on another thread; on gloo it does all of the work, and must
+            be called on every rank.
         """
-        if self._exchanges:
-            return self._exchange(outputs, inputs)
+        if self._messages is not None:
+            return PendingExchange(outputs, inputs, self._messages)
         works: list[Any] = []
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
@@ -193,9 +263,6 @@ class C10dTransport:
             else:
                 works.append(self.group._reduce_scatter_base(outs[0], ins[0], options))
         return Pending(works, [*outputs, *inputs])
-
-    def _exchange(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
-        return PendingExchange([Exchange.start(out, operand, self.group) for out, operand in zip(outputs, inputs)])
 
 
 def all_reduce_sum(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:

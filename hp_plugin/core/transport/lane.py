@@ -45,22 +45,28 @@ class Lane(Protocol):
         """Keeps the memory of `tensors`, once dropped, from being reused before the jobs of now are done."""
 
 
-def lane_of(group: dist.ProcessGroup | None, device_type: str) -> Lane:
-    """The lane of `group`; None, a group of one rank, needs no queue. Local: no communication."""
+def lane_of(group: dist.ProcessGroup | None, device_type: str, *, role: str = "reduce") -> Lane:
+    """The lane of `group`; None, a group of one rank, needs no queue. Local: no communication.
+
+    Args:
+        group: The group.
+        device_type: Of the tensors in its collectives.
+        role: What is queued on it. A group has one lane for each role; theirs must not depend on one another's order.
+    """
     if group is None:
         return _INLINE
-    lane = _LANES.get(group)
-    if lane is None:
-        lane = _LANES[group] = _new_lane(group, get_device(device_type))
-    return lane
+    lanes = _LANES.setdefault(group, {})
+    if role not in lanes:
+        lanes[role] = _new_lane(group, get_device(device_type), role)
+    return lanes[role]
 
 
-def _new_lane(group: dist.ProcessGroup, device: Device) -> Lane:
+def _new_lane(group: dist.ProcessGroup, device: Device, role: str) -> Lane:
     if device.has_streams:
         return StreamLane(device)
     if not backend_capabilities(group).waits_on_host:
         return _INLINE
-    return ThreadLane(group)
+    return ThreadLane(group, role)
 
 
 # ---- in place -------------------------------------------------------------------------------------------------------
@@ -91,7 +97,7 @@ class InlineLane:
 
 _INLINE = InlineLane()
 # A property of the groups, not of any model; see the module's docstring. Entries end with their group.
-_LANES: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
+_LANES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Lane]] = weakref.WeakKeyDictionary()
 
 
 # ---- a thread -------------------------------------------------------------------------------------------------------
@@ -126,11 +132,12 @@ class ThreadLane:
 
     Args:
         group: The lane ends when the group is garbage collected.
+        role: Names the thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, role: str = "reduce") -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, list[Any], _ThreadTicket] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._jobs,), name="hyperfsdp-lane", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=f"hyperfsdp-{role}", daemon=True)
         self._thread.start()
         weakref.finalize(group, self._jobs.put, None).atexit = False
 

@@ -64,15 +64,21 @@ class Collective:
     operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-class CollectiveLog(TorchDispatchMode):
-    """Context manager that lists the collectives of this rank, group by group.
+Channel = tuple[int, int, int]
 
-    The order between groups is not recorded: it depends on threads, and nothing hangs on it.
+
+class CollectiveLog(TorchDispatchMode):
+    """Context manager that lists the collectives of this rank, group by group, and its messages, channel by channel.
+
+    A channel is (sender, receiver, tag). The order between groups, and between channels, is not recorded: it depends on
+    threads, and nothing hangs on it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_group: dict[tuple[int, ...], list[Collective]] = {}
+        self.sent: dict[Channel, list[Collective]] = {}
+        self.received: dict[Channel, list[Collective]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,7 +88,14 @@ class CollectiveLog(TorchDispatchMode):
             group = next(dist.ProcessGroup.unbox(v) for v in values if _is_group(v))
             ranks = tuple(dist.get_process_group_ranks(group))
             operands = tuple((tuple(t.shape), t.dtype) for t in _tensors(values))
-            self.by_group.setdefault(ranks, []).append(Collective(ranks, name, operands))
+            if name in ("send", "recv_"):
+                peer, tag = ranks[values[-2]], values[-1]
+                mine = dist.get_rank()
+                ends = (mine, peer) if name == "send" else (peer, mine)
+                kept = self.sent if name == "send" else self.received
+                kept.setdefault((*ends, tag), []).append(Collective(ranks, "message", operands))
+            else:
+                self.by_group.setdefault(ranks, []).append(Collective(ranks, name, operands))
         return func(*args, **kwargs)
 
 

@@ -198,15 +198,17 @@ class _GatedWork:
 
 @contextlib.contextmanager
 def gated_receives(gates: Sequence[Gate]) -> Iterator[list[int]]:
-    """Whoever waits for the k-th message that this rank receives from a peer waits for `gates[k]` first.
+    """Whoever waits for the k-th message of a reduce-scatter that this rank receives waits for `gates[k]` first.
 
-    The reduce-scatter on gloo is such an exchange of messages. Yields a list that grows with every receive.
+    On gloo it is an exchange of messages, issued on a thread of its own. Yields a list that grows with every receive.
     """
     original = dist.ProcessGroup.recv
     received: list[int] = []
 
     def recv(group: dist.ProcessGroup, *args: Any) -> Any:
         work = original(group, *args)
+        if threading.current_thread().name != "hyperfsdp-reduce":
+            return work
         received.append(len(received))
         return _GatedWork(work, gates[received[-1]])
 

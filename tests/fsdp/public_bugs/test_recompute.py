@@ -67,13 +67,12 @@ def collectives_of_a_step(*, replicate: int, shard_size: int) -> list[str]:
 def expected_calls(*, replicate: int, shard_size: int, reshard: bool) -> dict[str, int]:
     """Forward gathers every unit once, backward once more if it was resharded, however often it recomputes.
 
-    A reduce-scatter is one message to and one from every peer.
+    A gather, and a reduce-scatter, is one message to and one from every peer.
     """
     calls = {}
     if shard_size > 1:
         gathers = 2 if reshard else 1
-        calls["all_gather"] = gathers * OPERANDS * MICRO_BATCHES
-        messages = (shard_size - 1) * OPERANDS * MICRO_BATCHES
+        messages = (shard_size - 1) * (gathers + 1) * OPERANDS * MICRO_BATCHES
         calls |= {"send": messages, "recv": messages}
     if replicate > 1:
         calls["all_reduce"] = DEPTH + 1  # once per unit and step
