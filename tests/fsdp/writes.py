@@ -169,19 +169,22 @@ class UnitFormula:
         """Writes of one reduce-scatter: making its operands, and adding up what arrives."""
         size = self.dtypes.sums.itemsize
         moved = filled = 0
-        # A pack of rows is cast, padded and packed in one write. One with an inner dim is packed of pieces, which need
-        # a copy of their own where they are not slots already.
+        # A pack of rows is padded and packed in one write and cast, if need be, in another. One with an inner dim is
+        # packed of pieces, which need a copy of their own where they are not slots already.
         in_pieces = self.pack if any(p.is_inner for p in self.pack) else []
         for piece in [*self.singles, *in_pieces]:
             is_cast = piece in self.singles and self.dtypes.sums != self.dtypes.compute
             if piece.is_inner or not piece.is_even or is_cast:
                 moved += piece.numel
             filled += piece.slot * piece.ranks - piece.numel
-        moved += self.ranks * sum(p.slot for p in self.pack)
+        packed = self.ranks * sum(p.slot for p in self.pack)
+        moved += packed
+        is_cast_after = self.dtypes.sums != self.dtypes.compute and not in_pieces
+        unpacked = packed * self.dtypes.compute.itemsize if is_cast_after else 0
         if self.ranks == 1:
             moved += sum(self.operand_slots)  # into the gradient buffer
         added = (self.ranks - 1) * sum(self.operand_slots)
-        return +Counter(moves=moved * size, fills=filled * size, sums=added * size)
+        return +Counter(moves=moved * size + unpacked, fills=filled * size, sums=added * size)
 
     def cross(self) -> Counter[str]:
         """Writes around the reduction between supernodes: a cast each way where it travels in another dtype."""

@@ -52,7 +52,8 @@ class Counters:
     reduce_scatter_bytes: int = 0
     all_reduce_bytes: int = 0
     copied_bytes: int = 0
-    """Bytes written by copies of our own: casts, padding, packs, shards on an inner dim. Transport is not counted."""
+    """Bytes written by copies of our own: casts, padding, packs, shards on an inner dim; on gloo also this
+    rank's own slot of a full tensor, which other back ends copy themselves."""
     gradient_dtensors_built: int = 0
     """DTensor wrappers constructed for `.grad`: one per parameter and buffer, none in a steady step."""
     waits: dict[str, Wait] = field(default_factory=_no_waits)

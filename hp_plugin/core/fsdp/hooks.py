@@ -79,6 +79,8 @@ class UnitHooks:
         """Routes the inputs through an identity whose backward runs after all that the unit computed from them."""
         if not torch.is_grad_enabled():
             return args, kwargs
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # as most units are called
+            return (tuple(self._mark([args[0]])) if args[0].requires_grad else args), kwargs
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return args, kwargs

@@ -62,6 +62,7 @@ class Operand(abc.ABC):
         self.dtype = parameters[0].compute_dtype
         self.slot_offsets, self.slot_numel = aligned_offsets([p.slot.slot_numel for p in parameters], 1)
         self._info = parameters[0].info
+        self._places = [(*owner, parameter) for parameter in parameters for owner in parameter.owners]
         self._full: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._nbytes = 0
@@ -103,8 +104,8 @@ class Operand(abc.ABC):
 
     def release_full(self) -> None:
         """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
-        for parameter in self.parameters:
-            parameter.install_sharded()
+        for module, attribute, parameter in self._places:
+            module._parameters[attribute] = parameter.sharded
         if self._storage is not None:
             self._storage.resize_(0)
 
@@ -249,7 +250,9 @@ class Pack(Operand):
             self._packed_storage.resize_(packed_numel * self.dtype.itemsize)
         assert self._own is not None
         if self._with_shard:
-            torch._foreach_copy_(self._copy_in, [p.local for p in self._with_shard])
+            # `p.local`, without the call.
+            shards = [p.sharded._local_tensor for p in self._with_shard]  # type: ignore[attr-defined]
+            torch._foreach_copy_(self._copy_in, shards)
             counters.copied_bytes += self._shard_numel * self.dtype.itemsize
         return self._packed, self._own
 
@@ -294,13 +297,18 @@ class Pack(Operand):
     ) -> torch.Tensor:
         """The slots of all gradients side by side: one copy, where a gradient is missing or on an inner dim two."""
         size = self._info.shard_size
+        present = [gradient for gradient in gradients if gradient is not None] if self._is_on_rows else []
+        is_complete = len(present) == len(gradients)
+        if is_complete and dtype != self.dtype and self._info.device.type == "cpu":
+            # There a cast inside `_chunk_cat` takes three times as long as one after it.
+            packed = torch._chunk_cat(present, 0, size)
+            counters.copied_bytes += packed.numel() * (packed.dtype.itemsize + dtype.itemsize)
+            return packed.to(dtype).view(-1)
         packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
         counters.copied_bytes += packed.numel() * dtype.itemsize
-        if self._is_on_rows:
-            present = [gradient for gradient in gradients if gradient is not None]
-            if len(present) == len(gradients):
-                torch._chunk_cat(present, 0, size, out=packed)  # pads with zeros and casts
-                return packed.view(-1)
+        if is_complete:
+            torch._chunk_cat(present, 0, size, out=packed)  # pads with zeros and casts
+            return packed.view(-1)
         pieces = []
         for parameter, gradient in zip(self.parameters, gradients):
             slot = parameter.slot

@@ -117,7 +117,8 @@ class ShardedParameter:
         """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
         self._full: nn.Parameter | None = None
         self._aliased_shard: torch.Tensor | None = None
-        self.install_sharded()
+        for module, attribute in owners:
+            module._parameters[attribute] = self.sharded
 
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
@@ -207,11 +208,6 @@ class ShardedParameter:
             # we need.
             for module, attribute in parameter.owners:
                 module._parameters[attribute] = full
-
-    def install_sharded(self) -> None:
-        """Puts the sharded parameter into the modules. Keeps the gradient of the full one."""
-        for module, attribute in self.owners:
-            module._parameters[attribute] = self.sharded
 
     @property
     def full_is_alive(self) -> bool:

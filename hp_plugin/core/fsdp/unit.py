@@ -242,18 +242,18 @@ class Unit:
         """Whether autograd left a gradient on any full parameter."""
         return any(p.has_gradient for p in self.parameters)
 
-    @torch.no_grad()
     def submit_gradients(self) -> None:
         """Hands the gradients of this backward to the reduction, or keeps them unsharded where sync is off."""
         self.awaits_reduction = False
         gradients = self.gradients
         if gradients is None:
             return  # nothing was trainable when backward opened
-        if not self.requires_gradient_sync:
+        with torch.no_grad():
+            if self.requires_gradient_sync:
+                self.root.pipeline.submit(gradients, lambda: self._reduction(gradients))
+                return
             for parameter in gradients.parameters:
                 self._keep_unsharded(parameter)
-            return
-        self.root.pipeline.submit(gradients, lambda: self._reduction(gradients))
 
     @property
     def trainable(self) -> list[ShardedParameter]:

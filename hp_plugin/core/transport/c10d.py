@@ -218,6 +218,8 @@ class C10dTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.capabilities: Capabilities = backend_capabilities(group)
+        self._sum = dist.ReduceScatterOptions()
+        self._sum.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
         self._messages = Messages(group) if self.capabilities.backend in _BETTER_BY_MESSAGES else None
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
@@ -255,13 +257,11 @@ class C10dTransport:
         if self._messages is not None:
             return PendingExchange(outputs, inputs, self._messages)
         works: list[Any] = []
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
             if len(outs) > 1:
-                works.append(self.group.reduce_scatter_tensor_coalesced(outs, ins, options))
+                works.append(self.group.reduce_scatter_tensor_coalesced(outs, ins, self._sum))
             else:
-                works.append(self.group._reduce_scatter_base(outs[0], ins[0], options))
+                works.append(self.group._reduce_scatter_base(outs[0], ins[0], self._sum))
         return Pending(works, [*outputs, *inputs])
 
 
@@ -288,7 +288,7 @@ def _launches(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, coalesce: bool
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Splits a unit's operands into launches: one per dtype when coalesced, else one per operand."""
-    if not coalesce:
+    if not coalesce or len(outputs) == 1:
         return [([o], [i]) for o, i in zip(outputs, inputs)]
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for out, inp in zip(outputs, inputs):

@@ -87,7 +87,10 @@ class InlineLane:
 
     def submit(self, job: Job) -> Ticket:
         """Runs `job`."""
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                job()
+        else:
             job()
         return _DONE
 
