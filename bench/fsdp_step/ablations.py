@@ -17,7 +17,8 @@ from bench.fsdp_step.settings import Options
 from bench.fsdp_step.variant import Context, Variant, take_options
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.reduction import Crossing, Reduction, ReductionPipeline
-from hp_plugin.core.transport import C10dTransport, Pending
+from hp_plugin.core.transport import C10dTransport, Pending, Ticket
+from hp_plugin.core.transport.c10d import Prepare
 
 
 class WaitingPipeline(ReductionPipeline):
@@ -51,12 +52,19 @@ def parameter_slots(unit: UnitGradients) -> list[torch.Tensor]:
 class PackingTransport(C10dTransport):
     """One packed operand per collective: copy in, collective, copy out."""
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
+    def all_gather(self, prepare: Prepare, *, after: Ticket | None = None) -> Pending:
         """As the engine's; inputs are packed first, outputs are copied out of the packed result."""
         world = self.group.size()
-        packed = torch.cat(inputs)
-        gathered = packed.new_empty(world * packed.numel())
-        return _Unpacking(super().all_gather([gathered], [packed]), outputs, gathered.view(world, -1))
+        unpacked: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+
+        def pack() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            outputs, inputs = prepare()
+            packed = torch.cat(inputs)
+            gathered = packed.new_empty(world * packed.numel())
+            unpacked.append((outputs, gathered.view(world, -1)))
+            return [gathered], [packed]
+
+        return _Unpacking(super().all_gather(pack, after=after), unpacked)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
         """As the engine's; inputs are packed rank by rank first. Sums are formed in the outputs, as FSDP2's views."""
@@ -70,20 +78,22 @@ class PackingTransport(C10dTransport):
 class _Unpacking(Pending):
     """Copies columns of a packed result to the outputs."""
 
-    __slots__ = ("_inner", "_outputs", "_packed")
+    __slots__ = ("_inner", "_unpacked")
 
-    def __init__(self, inner: Pending, outputs: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    def __init__(self, inner: Pending, unpacked: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
         super().__init__((), ())
-        self._inner, self._outputs, self._packed = inner, outputs, packed
+        self._inner, self._unpacked = inner, unpacked
 
     def wait(self) -> None:
         """Waits, then copies. Idempotent."""
         self._inner.wait()
-        world = len(self._packed)
-        widths = [output.numel() // world for output in self._outputs]
-        for output, columns in zip(self._outputs, self._packed[:, : sum(widths)].split(widths, dim=1)):
-            output.view(world, -1).copy_(columns)
-        self._outputs = ()
+        self.operand_bytes = self._inner.operand_bytes
+        for outputs, packed in self._unpacked:
+            world = len(packed)
+            widths = [output.numel() // world for output in outputs]
+            for output, columns in zip(outputs, packed[:, : sum(widths)].split(widths, dim=1)):
+                output.view(world, -1).copy_(columns)
+        self._unpacked = []
 
 
 class _Summing(Pending):

@@ -9,7 +9,7 @@ element in compute, in sums of gradients and at rest. What may be alive:
 | sharded gradients, by bucket | r P / F | first reduction of the bucket, next forward without `.grad` |
 | `.grad` of its own, where r and m are other dtypes | m P / F | always |
 | full parameters | c P | gather, reshard |
-| full parameters gathered ahead | max(prefetch, one unit); none for prefetch = 0 | prefetch, use |
+| full parameters gathered ahead | max(prefetch, one unit); none for prefetch = 0 | prefetch and end of the reduction before it, use |
 | gradients of the full parameters | c P | backward of the unit, its reduction |
 | operand of the reduce-scatter, where it is no gradient itself (c != r) | r P | reduction issued, done |
 | what gloo's exchange receives | r P (F - 2) / F | reduction issued, done |
@@ -107,19 +107,24 @@ def moments(root: int, units: Sequence[int], setting: Setting, *, activations: i
             "shards and states": 3 * setting.master * (root + sum(units)) // setting.shard_size,
             "root": root * setting.compute,
             "activations": activations,
-            "full, others": _others(units, index, setting),
             "full gradients kept": _kept(root, units, index, setting),
             "sums beside .grad": _beside(root, units, setting),
         }
+        others = _others(units, index, setting)
+        running = sum(_in_flight(unit, setting) for unit in _running(units, index, setting))
+        # A gather is prepared when the reduction before it is done: only one of the two is there.
+        is_ahead = others >= running
         computing = {
+            "full, others": others if is_ahead or not setting.reshard else 0,
+            "in flight": running if not is_ahead or not setting.reshard else 0,
             "full": units[index] * setting.compute,
             "gradients": units[index] * setting.compute,
-            "in flight": sum(_in_flight(unit, setting) for unit in _running(units, index, setting)),
             "sharded gradients": _sharded(root, units, index + 1, setting),
         }
         # The unit before has been waited for by now, this one's full parameters are gone, and a gradient that is cast
         # goes when it has been.
         reducing = {
+            "full, others": others,
             "full": 0 if setting.reshard else units[index] * setting.compute,
             "gradients": 0,
             "in flight": _in_flight(units[index], setting) - _kept_operand(units[index], setting),

@@ -141,15 +141,16 @@ def test_formula_in_bf16_has_small_gradients_and_large_operands() -> None:
 
 def test_formula_of_accumulation() -> None:
     blocks = [100] * 4
-    # All sharded gradients exist from the micro-batches before; backward of unit 2, with one more gathered ahead.
-    base = 12 * 200 + 4 * 200 + 400 + 400 + 400 + 400
+    # All sharded gradients exist from the micro-batches before; backward of unit 2, with one more gathered ahead or
+    # the one before in flight.
+    base = 12 * 200 + 4 * 200 + 400 + 400 + 400
     assert total(0, blocks, Setting(accumulation="grad_exists", bucket=200)) == base + 2 * 200
     assert total(0, blocks, Setting(accumulation="grad_exists", bucket=200, window=1)) == base + 200
     assert total(0, blocks, Setting(accumulation="grad_exists")) == base + 800
     # The running reduce-scatter of 100 elements has a sum of its own to add.
     assert total(0, blocks, Setting(accumulation="all_reduce_last", bucket=200)) == base + 200
-    # Kept gradients of units 0 to 2; of the sharded ones only those of unit 3.
-    assert total(0, blocks, Setting(accumulation="sync_last", bucket=200)) == base - 3 * 200 + 3 * 400
+    # Backward of unit 3: kept gradients of all units, no sharded ones yet.
+    assert total(0, blocks, Setting(accumulation="sync_last", bucket=200)) == base - 4 * 200 + 4 * 400
 
 
 def test_buckets_are_filled_in_the_order_of_backward() -> None:
@@ -179,7 +180,7 @@ def test_more_in_flight_costs_an_operand_and_the_slices_of_others_each() -> None
     by_bound = [total(0, blocks, Setting(shard_size=4, in_flight=bound)) for bound in (1, 2, 3)]
     assert [b - a for a, b in itertools.pairwise(by_bound)] == [600, 600]
     assert total(0, blocks, Setting(shard_size=4, in_flight=2, exchanges=False)) == by_bound[1] - 2 * 200
-    held = {f: moments(0, blocks, Setting(shard_size=f))[2].parts["in flight"] for f in (2, 4)}
+    held = {f: moments(0, blocks, Setting(shard_size=f))[3].parts["in flight"] for f in (2, 4)}
     # One of the slices of others is received where the sum goes.
     assert held == {2: 400, 4: 400 + 200}
 

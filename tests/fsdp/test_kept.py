@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,9 +83,9 @@ def test_backward_gathers_in_the_small_group(fake_group: None) -> None:
     small = unit.root.small_transport(unit.info, 2)
     gather = small.all_gather
 
-    def counting(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> object:
+    def counting(*args: Any, **kwargs: Any) -> object:
         groups.append(dist.get_process_group_ranks(small.group))
-        return gather(outputs, inputs)
+        return gather(*args, **kwargs)
 
     small.all_gather = counting  # type: ignore[method-assign, assignment]
     model.fsdp_counters().reset()

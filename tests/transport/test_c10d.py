@@ -59,7 +59,7 @@ def gather_in_place() -> bool:
     inputs = [output.view(ranks, -1)[rank] for output in outputs]
     for operand in inputs:
         operand.fill_(rank)
-    transport.all_gather(outputs, inputs).wait()
+    transport.all_gather(lambda: (outputs, inputs)).wait()
     return all(
         torch.equal(output, torch.arange(ranks).float().repeat_interleave(length))
         for output, length in zip(outputs, LENGTHS)

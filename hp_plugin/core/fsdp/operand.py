@@ -239,10 +239,10 @@ class Pack(Operand):
         return self._full_numel * self.dtype.itemsize
 
     def begin_gather(self, counters: Counters) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Copies all shards into this rank's slot, which is the input."""
-        full = self._allocate(self._full_numel)
+        """Copies all shards into this rank's slot, which is the input. The full tensors follow in `finish_gather`."""
         packed_numel = self._info.shard_size * self.slot_numel
         if self._packed is None:
+            full = self._allocate(self._full_numel)
             self._packed = torch.empty(packed_numel, dtype=self.dtype, device=self._info.device)
             self._packed_storage = self._packed.untyped_storage()
             self._map_copies(full, self._packed)
@@ -273,6 +273,7 @@ class Pack(Operand):
 
     def finish_gather(self, counters: Counters) -> None:
         """Copies the full tensors out of the packed one, which is freed."""
+        self._allocate(self._full_numel)
         torch._foreach_copy_(*self._copy_out)
         counters.copied_bytes += self._numel * self.dtype.itemsize
         self._release_packed()

@@ -195,6 +195,11 @@ class ReductionPipeline:
             wire = message.to(route.wire_dtype)
             crossing.messages.append((all_reduce_sum(wire, route.group), message, wire))
 
+    @property
+    def intra_in_flight(self) -> Ticket | None:
+        """The reduction inside the supernode that was started last, unless it has been waited for."""
+        return self._intra
+
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:

@@ -143,20 +143,21 @@ class Unit:
         if self._phase is not Phase.SHARDED:
             return
         self.enter(Phase.GATHERING, hook)
-        counters = self.root.counters
         # What forward kept is of the weights of that forward: good for its backward and for nothing else.
         self._gathers_kept = self._kept is not None and self._kept.is_held and is_in_backward()
+        if self._transport is None:
+            self._begin_gather()
+            return
+        if not self.operands:
+            return
+        # No more than one unit beside the one that computes: its gradients under reduction, or full tensors gathered
+        # ahead.
+        after = self.root.pipeline.intra_in_flight
         if self._kept is not None and self._gathers_kept:
-            outputs, inputs = self._kept.begin_gather()
-            transport: C10dTransport | None = self._kept.transport
+            self._gather = self._kept.transport.all_gather(self._kept.begin_gather, after=after)
         else:
-            outputs, inputs = self._begin_gather()
-            transport = self._transport
-        if outputs and transport is not None:
-            self._gather = transport.all_gather(outputs, inputs)
-            self.root.note("intra", "all-gather", self)
-            counters.all_gathers += 1
-            counters.all_gather_bytes += sum(o.numel() * o.dtype.itemsize for o in outputs)
+            self._gather = self._transport.all_gather(self._begin_gather, after=after)
+        self.root.note("intra", "all-gather", self)
 
     def _begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for parameter in self.parameters:
@@ -212,9 +213,12 @@ class Unit:
         if self._gather is not None:
             start = time.perf_counter()
             self._gather.wait()
-            self.root.counters.copied_bytes += self._gather.copied_bytes
+            counters = self.root.counters
+            counters.all_gathers += 1
+            counters.all_gather_bytes += self._gather.operand_bytes
+            counters.copied_bytes += self._gather.copied_bytes
             self._gather = None
-            self.root.counters.waited(WaitCause.ALL_GATHER, start)
+            counters.waited(WaitCause.ALL_GATHER, start)
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hp_plugin.core.devices import Capabilities, backend_capabilities
-from hp_plugin.core.transport.lane import Lane, lane_of
+from hp_plugin.core.transport.lane import Lane, Ticket, lane_of
+
+Prepare = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 # gloo runs a reduce-scatter as an all-reduce of a copy of the operand. Sending every rank its slice and adding up what
 # arrives moves half the bytes, needs no copy and takes a fraction of the time (4 operands, 3 MB in all, 2 ranks: 2 ms
@@ -29,15 +31,16 @@ class Pending:
     """Collectives in flight, and the tensors that must live until they are done.
 
     Attributes:
-        copied_bytes: What was copied on this rank outside the back end. Final after `wait`.
+        operand_bytes: Of an all-gather, bytes of its outputs. Final after `wait`, as:
+        copied_bytes: What the transport copied on this rank outside the back end.
     """
 
-    __slots__ = ("_keep", "_works", "copied_bytes")
+    __slots__ = ("_keep", "_works", "copied_bytes", "operand_bytes")
 
     def __init__(self, works: Sequence[Any], keep: Sequence[torch.Tensor]) -> None:
         self._works = works
         self._keep: Sequence[torch.Tensor] = keep
-        self.copied_bytes = 0
+        self.operand_bytes = self.copied_bytes = 0
 
     def wait(self) -> None:
         """Makes the results visible: blocks the host on gloo, the current stream on a device. Idempotent."""
@@ -49,23 +52,26 @@ class Pending:
 
 
 class PendingGather(Pending):
-    """An all-gather as messages between ranks, issued on a lane.
+    """An all-gather as messages between ranks, prepared and issued on a lane.
 
     Args:
-        outputs: As of `C10dTransport.all_gather`.
-        inputs: The same.
+        prepare: As of `C10dTransport.all_gather`.
+        after: The same.
         link: How slices travel.
         lane: Where they are issued.
     """
 
     __slots__ = ("_ticket",)
 
-    def __init__(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], link: Messages, lane: Lane
-    ) -> None:
-        super().__init__([], [*outputs, *inputs])
+    def __init__(self, prepare: Prepare, after: Ticket | None, link: Messages, lane: Lane) -> None:
+        super().__init__((), ())
 
         def issue() -> None:
+            if after is not None:
+                after.wait()
+            outputs, inputs = prepare()
+            self._keep = [*outputs, *inputs]
+            self.operand_bytes = _bytes_of(outputs)
             self._works, self.copied_bytes = link.gather(outputs, inputs)
 
         self._ticket = lane.submit(issue)
@@ -222,25 +228,30 @@ class C10dTransport:
         self._sum.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # a RedOpType, as in torch's own code
         self._messages = Messages(group) if self.capabilities.backend in _BETTER_BY_MESSAGES else None
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
-        """Gathers `inputs[i]` of all ranks, in rank order, into `outputs[i]`.
+    def all_gather(self, prepare: Prepare, *, after: Ticket | None = None) -> Pending:
+        """Gathers each input of all ranks, in rank order, into its output.
 
         Args:
-            outputs: Contiguous 1-D tensors, each `group.size()` times as long as its input.
-            inputs: Contiguous 1-D tensors, of the same length on every rank; may be this rank's slice of the output.
+            prepare: Allocates and fills the operands and returns (outputs, inputs): contiguous 1-D tensors, each output
+                `group.size()` times as long as its input. An input has the same length on every rank and may be this
+                rank's slice of its output. On gloo it is called on another thread; else before this returns.
+            after: Where host memory is at stake, thus on gloo: a job before whose end nothing is prepared.
 
         Returns:
             The collective in flight.
         """
         if self._messages is not None:
-            return PendingGather(outputs, inputs, self._messages, lane_of(self.group, "cpu", role="gather"))
+            return PendingGather(prepare, after, self._messages, lane_of(self.group, "cpu", role="gather"))
+        outputs, inputs = prepare()
         works: list[Any] = []
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_all_gather):
             if len(outs) > 1:
                 works.append(self.group.allgather_into_tensor_coalesced(outs, ins))
             else:
                 works.append(self.group._allgather_base(outs[0], ins[0]))
-        return Pending(works, [*outputs, *inputs])
+        pending = Pending(works, [*outputs, *inputs])
+        pending.operand_bytes = _bytes_of(outputs)
+        return pending
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
         """Sums `inputs[i]` over all ranks and leaves this rank's slice of the sum in `outputs[i]`.
@@ -268,6 +279,10 @@ class C10dTransport:
 def all_reduce_sum(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Sums `buffer` over the ranks of `group` in place, asynchronously. Every rank of the group must call."""
     return Pending([dist.all_reduce(buffer, op=dist.ReduceOp.SUM, group=group, async_op=True)], [buffer])
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _sum_in_order(output: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
