@@ -128,7 +128,7 @@ def packing_transport() -> None:
     for transport in (PackingTransport(group), C10dTransport(group)):
         inputs = [torch.arange(3.0) + 10 * rank, torch.arange(2.0) - rank]
         outputs = [torch.zeros(3 * world), torch.zeros(2 * world)]
-        transport.all_gather(lambda: (outputs, inputs)).wait()
+        transport.all_gather(lambda operands=(outputs, inputs): operands).wait()
         assert outputs[0].tolist() == [x + 10 * r for r in range(world) for x in range(3)]
         assert outputs[1].tolist() == [x - r for r in range(world) for x in range(2)]
         sums = [torch.zeros(3), torch.zeros(2)]
