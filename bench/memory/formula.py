@@ -9,7 +9,7 @@ element in compute, in sums of gradients and at rest. What may be alive:
 | sharded gradients, by bucket | r P / F | first reduction of the bucket, next forward without `.grad` |
 | `.grad` of its own, where r and m are other dtypes | m P / F | always |
 | full parameters | c P | gather, reshard |
-| full parameters gathered ahead | max(prefetch, one unit); none for prefetch = 0 | prefetch and end of the reduction before, use |
+| full parameters gathered ahead | max(prefetch, one unit); 0 for prefetch = 0 | prefetch and reduction before, use |
 | gradients of the full parameters | c P | backward of the unit, its reduction |
 | operand of the reduce-scatter, where it is no gradient itself (c != r) | r P | reduction issued, done |
 | what gloo's exchange receives | r P (F - 2) / F | reduction issued, done |
