@@ -115,6 +115,9 @@ def run(
         options: its keyword arguments.
         as_json: print one JSON object, and nothing else, on standard output; a table otherwise.
         output: directory that also gets NAME.json.
+
+    Raises:
+        BenchError: the report, which has been printed, tells of failures.
     """
     facts = environment()
     with _stdout_to_stderr() if as_json else contextlib.nullcontext():
@@ -127,6 +130,8 @@ def run(
         print(report.to_json(), flush=True)
     else:
         report.print()
+    if report.failures:
+        raise BenchError("; ".join(report.failures))
     return report
 
 

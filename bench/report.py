@@ -32,6 +32,7 @@ class Report:
         quartiles: (first quartile, median, third quartile) of the same keys. A target holds when the third meets it.
         rounds: raw values, one mapping per round that was run, rejected rounds included and marked as such.
         notes: sentences that a reader of the figures needs, printed below the table.
+        failures: what went wrong, as sentences. The report is printed all the same, and the exit code is 1.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Report:
     quartiles: dict[str, Quartiles] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def add_ratio(self, key: str, per_round: Sequence[float]) -> None:
         """Publish per-round ratios under `key`: their median and their quartiles."""
@@ -58,6 +60,7 @@ class Report:
             "quartiles": _plain(self.quartiles),
             "rounds": _plain(self.rounds),
             "notes": _plain(self.notes),
+            "failures": _plain(self.failures),
         }
 
     def to_json(self) -> str:

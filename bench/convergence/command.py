@@ -14,7 +14,6 @@ from bench.convergence.model import Size
 from bench.convergence.train import Runs, train_all
 from bench.convergence.trainers import LEARNING_RATE
 from bench.convergence.variants import FAULTS
-from bench.errors import BenchError
 from bench.loopback import run_on_loopback
 from bench.report import Report, say
 
@@ -41,10 +40,7 @@ def benchmark(*, quick: bool = False, steps: StepsOption = 1000) -> Report:
             train_all, nprocs=RANKS, timeout_s=_LIMIT_S, corpus=tokens, size=size, steps=steps, mixed=mixed
         )
         runs[precision] = found[0]
-    failures = fill(report, runs)
-    if failures:
-        report.print()
-        raise BenchError("; ".join(failures))
+    report.failures += fill(report, runs)
     return report
 
 

@@ -69,7 +69,7 @@ def make_report(plan: Plan, found: Found, failures: Mapping[str, str]) -> Report
     _add_equality(report, found)
     report.notes += _NOTES
     report.notes.append(_about_options(plan))
-    report.notes += [f"The set {name} did not run to its end: {reason}" for name, reason in failures.items()]
+    report.failures += [f"the set {name} did not run to its end: {reason}" for name, reason in failures.items()]
     report.notes += [
         f"{name}: {reason}." for _, result in found.values() for name, reason in result.unavailable.items()
     ]

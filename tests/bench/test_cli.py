@@ -38,10 +38,16 @@ def failing(*, quick: bool = False) -> Report:
     raise BenchError("found this, expected that, change it so")
 
 
+def disappointing(*, quick: bool = False) -> Report:
+    """Measure, and find that it is not good enough."""
+    return Report("disappointing", rows=[{"size": 3}], failures=["the size is 3, not 4"])
+
+
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line with two benchmarks of this file, and one whose module does not exist."""
-    for name, function in (("noisy", noisy), ("failing", failing)):
+    """The command line with the benchmarks of this file, and one whose module does not exist."""
+    for function in (noisy, failing, disappointing):
+        name = function.__name__
         module: Any = types.ModuleType(f"bench_test_{name}")
         module.benchmark = function
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -94,6 +100,21 @@ def test_failure_with_a_sentence_has_no_traceback(capfd: pytest.CaptureFixture[s
     out, err = capfd.readouterr()
     assert not out
     assert err == "error: found this, expected that, change it so\n"
+
+
+@pytest.mark.usefixtures("benchmarks")
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_report_of_a_failure_is_printed_and_the_exit_code_tells(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("disappointing", *flags, "--output", str(tmp_path)) == 1
+    printed = capfd.readouterr()
+    assert "the size is 3, not 4" in printed.err
+    if flags:
+        assert json.loads(printed.out)["failures"] == ["the size is 3, not 4"]
+    else:
+        assert "size" in printed.out
+    assert json.loads((tmp_path / "disappointing.json").read_text())["rows"] == [{"size": 3}]
 
 
 @pytest.mark.usefixtures("benchmarks")
