@@ -50,8 +50,11 @@ class UnitHooks:
         unit = self.unit
         is_first = not self._running
         self._running.add(module)
-        if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), unit.policy.param_dtype)
+        dtype = unit.policy.param_dtype
+        if unit.policy.cast_forward_inputs and dtype is not None:
+            is_cast = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is dtype
+            if not is_cast:
+                args, kwargs = cast_floating((args, kwargs), dtype)
         if not is_first:
             return args, kwargs
         if not unit.has_root:

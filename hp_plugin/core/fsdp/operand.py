@@ -100,7 +100,18 @@ class Operand(abc.ABC):
 
     def finish_refill(self) -> None:
         """Puts the refilled full tensors into the modules."""
-        ShardedParameter.install_full(self.parameters)
+        self._install_full()
+
+    def _install_full(self) -> None:
+        """Puts the full parameters into the modules."""
+        for module, attribute, parameter in self._places:
+            full = parameter.full
+            assert full is not None
+            if full.requires_grad != parameter.sharded.requires_grad:
+                full.requires_grad_(parameter.sharded.requires_grad)
+            # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing
+            # we need.
+            module._parameters[attribute] = full
 
     def release_full(self) -> None:
         """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
@@ -193,7 +204,7 @@ class Single(Operand):
                 target.copy_(source)
             counters.copied_bytes += parameter.slot.numel * self.dtype.itemsize
             self._staging = None
-        ShardedParameter.install_full(self.parameters)
+        self._install_full()
 
     def release_full(self) -> None:
         """As `Operand.release_full`; drops a staging tensor of a gather that was not finished."""
@@ -277,7 +288,7 @@ class Pack(Operand):
         torch._foreach_copy_(*self._copy_out)
         counters.copied_bytes += self._numel * self.dtype.itemsize
         self._release_packed()
-        ShardedParameter.install_full(self.parameters)
+        self._install_full()
 
     def release_full(self) -> None:
         """As `Operand.release_full`; drops the packed tensor of a gather that was not finished."""

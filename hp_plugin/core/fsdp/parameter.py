@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,8 @@ class ShardedParameter:
         self.sharded = self._shard(parameter)
         self.unsharded_gradient: torch.Tensor | None = None
         """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
-        self._full: nn.Parameter | None = None
+        self.full: nn.Parameter | None = None
+        """What the modules hold while the unit is unsharded; exists from the first gather on."""
         self._aliased_shard: torch.Tensor | None = None
         for module, attribute in owners:
             module._parameters[attribute] = self.sharded
@@ -156,7 +157,7 @@ class ShardedParameter:
         """
         module, attribute = self.owners[0]
         current = module._parameters[attribute]
-        if current is self.sharded or current is self._full:
+        if current is self.sharded or current is self.full:
             return
         if (
             not isinstance(current, DTensor)
@@ -193,40 +194,27 @@ class ShardedParameter:
 
     def bind_full(self, tensor: torch.Tensor) -> None:
         """Makes `tensor`, of the full shape and the compute dtype, the memory of the full parameter."""
-        self._full = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
-        _attach(self._full, self.attributes)
-
-    @staticmethod
-    def install_full(parameters: Sequence[ShardedParameter]) -> None:
-        """Puts the full parameters into the modules."""
-        for parameter in parameters:
-            full = parameter._full
-            assert full is not None
-            if full.requires_grad != parameter.sharded.requires_grad:
-                full.requires_grad_(parameter.sharded.requires_grad)
-            # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing
-            # we need.
-            for module, attribute in parameter.owners:
-                module._parameters[attribute] = full
+        self.full = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        _attach(self.full, self.attributes)
 
     @property
     def full_is_alive(self) -> bool:
         """Whether the full tensor holds memory of its own."""
-        return self._full is not None and not self.is_alias and self._full.untyped_storage().size() > 0
+        return self.full is not None and not self.is_alias and self.full.untyped_storage().size() > 0
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def take_gradient(self) -> torch.Tensor | None:
         """The gradient that autograd left on the full parameter, which loses it."""
-        if self._full is None or self._full.grad is None:
+        if self.full is None or self.full.grad is None:
             return None
-        gradient, self._full.grad = self._full.grad, None
+        gradient, self.full.grad = self.full.grad, None
         return gradient
 
     @property
     def has_gradient(self) -> bool:
         """Whether autograd left a gradient on the full parameter."""
-        return self._full is not None and self._full.grad is not None
+        return self.full is not None and self.full.grad is not None
 
     def reduction_operand(self, gradient: torch.Tensor | None, dtype: torch.dtype, counters: Counters) -> torch.Tensor:
         """`gradient` of the full parameter as the input of its reduce-scatter: contiguous, 1-D, padded, in `dtype`.

@@ -303,9 +303,16 @@ class Unit:
     def _reduction(self, gradients: UnitGradients) -> Reduction:
         operands = []
         for operand in gradients.operands:
-            taken = [
-                p.take_gradient() if p.unsharded_gradient is None else self._taken_sum(p) for p in operand.parameters
-            ]
+            taken = []
+            for p in operand.parameters:
+                if p.unsharded_gradient is not None:
+                    taken.append(self._taken_sum(p))
+                    continue
+                full = p.full  # `p.take_gradient()`, without the call
+                gradient = None if full is None else full.grad
+                if full is not None and gradient is not None:
+                    full.grad = None
+                taken.append(gradient)
             operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters))
         return Reduction(
             operands=operands,
