@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from hp_plugin.core.transport import C10dTransport, all_reduce_sum
+from hp_plugin.core.transport import C10dTransport, all_reduce_sum, lane_of
 from tests.support import init_gloo, run_ranks
 
 LENGTHS = [1, 7, 4096]
@@ -79,3 +81,60 @@ def reduce_between() -> float:
 
 def test_all_reduce_sums_in_place() -> None:
     assert run_ranks(2, reduce_between) == [9.0, 9.0]
+
+
+def units_in_any_order() -> list[bool]:
+    """Two units of one group, gathered and reduced in opposite orders on the two ranks."""
+    init_gloo()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    transports = [C10dTransport(group), C10dTransport(group)]
+    order = [0, 1] if rank == 0 else [1, 0]
+    full = [torch.full((2 * ranks,), float("nan")) for _ in transports]
+    shards = [torch.full((2,), 10.0 * unit + rank) for unit in range(2)]
+    sums = [torch.full((2,), float("nan")) for _ in transports]
+    operands = [torch.arange(4.0) + 100 * unit + 1000 * rank for unit in range(2)]
+    gathers = {u: transports[u].all_gather(lambda u=u: ([full[u]], [shards[u]])) for u in order}
+    lanes = [lane_of(group, "cpu", role=f"test {unit}") for unit in range(2)]
+    pending = [transports[unit].reduce_scatter([sums[unit]], [operands[unit]]) for unit in range(2)]
+    tickets = [lanes[unit].submit(pending[unit].wait) for unit in order]
+    for wait in [*(gathers[unit].wait for unit in reversed(order)), *(ticket.wait for ticket in tickets)]:
+        wait()
+    both = [(torch.arange(4.0) + 100 * unit) * 2 + 1000 for unit in range(2)]
+    return [
+        all(full[unit].tolist() == [10.0 * unit] * 2 + [10.0 * unit + 1] * 2 for unit in range(2)),
+        all(torch.equal(sums[unit], both[unit].view(2, 2)[rank]) for unit in range(2)),
+    ]
+
+
+def test_units_of_a_group_may_be_issued_in_any_order_on_gloo() -> None:
+    assert run_ranks(2, units_in_any_order) == [[True, True]] * 2
+
+
+def gather_behind_a_job() -> list[str]:
+    init_gloo()
+    group = dist.group.WORLD
+    assert group is not None
+    transport = C10dTransport(group)
+    happened: list[str] = []
+    gate = threading.Event()
+
+    def before() -> None:
+        gate.wait(60.0)
+        happened.append("job")
+
+    def prepare() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        happened.append("prepared")
+        return [torch.zeros(2)], [torch.ones(1)]
+
+    ticket = lane_of(group, "cpu").submit(before)
+    pending = transport.all_gather(prepare, after=ticket)
+    happened.append("issued")
+    gate.set()
+    pending.wait()
+    return [*happened, f"{pending.operand_bytes} bytes, {pending.copied_bytes} copied"]
+
+
+def test_a_gather_is_prepared_behind_the_job_that_it_is_to_follow() -> None:
+    assert run_ranks(2, gather_behind_a_job) == [["issued", "job", "prepared", "8 bytes, 4 copied"]] * 2
