@@ -315,12 +315,13 @@ class Pack(Operand):
             # There a cast inside `_chunk_cat` takes three times as long as one after it.
             packed = torch._chunk_cat(present, 0, size)
             counters.copied_bytes += packed.numel() * (packed.dtype.itemsize + dtype.itemsize)
-            return packed.to(dtype).view(-1)
+            return packed.to(dtype).reshape(-1)
         packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
         counters.copied_bytes += packed.numel() * dtype.itemsize
         if is_complete:
             torch._chunk_cat(present, 0, size, out=packed)  # pads with zeros and casts
-            return packed.view(-1)
+            # Not `view`: given gradients of other strides, older versions of torch change those of `packed`.
+            return packed.reshape(-1)
         pieces = []
         for parameter, gradient in zip(self.parameters, gradients):
             slot = parameter.slot
