@@ -311,17 +311,20 @@ class Pack(Operand):
         size = self._info.shard_size
         present = [gradient for gradient in gradients if gradient is not None] if self._is_on_rows else []
         is_complete = len(present) == len(gradients)
+        for index, gradient in enumerate(present):
+            if not gradient.is_contiguous():  # torch 2.7 cannot chunk other strides
+                present[index] = gradient.contiguous()
+                counters.copied_bytes += gradient.numel() * gradient.dtype.itemsize
         if is_complete and dtype != self.dtype and self._info.device.type == "cpu":
             # There a cast inside `_chunk_cat` takes three times as long as one after it.
             packed = torch._chunk_cat(present, 0, size)
             counters.copied_bytes += packed.numel() * (packed.dtype.itemsize + dtype.itemsize)
-            return packed.to(dtype).reshape(-1)
+            return packed.to(dtype).view(-1)
         packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
         counters.copied_bytes += packed.numel() * dtype.itemsize
         if is_complete:
             torch._chunk_cat(present, 0, size, out=packed)  # pads with zeros and casts
-            # Not `view`: given gradients of other strides, older versions of torch change those of `packed`.
-            return packed.reshape(-1)
+            return packed.view(-1)
         pieces = []
         for parameter, gradient in zip(self.parameters, gradients):
             slot = parameter.slot
