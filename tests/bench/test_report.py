@@ -26,7 +26,7 @@ def test_json_is_one_line_with_the_agreed_keys() -> None:
     text = filled().to_json()
     assert "\n" not in text
     value = json.loads(text)
-    assert list(value) == ["name", "environment", "rows", "ratios", "quartiles", "rounds", "notes"]
+    assert list(value) == ["name", "environment", "rows", "ratios", "quartiles", "rounds", "notes", "failures"]
     assert value["name"] == "fsdp-step"
     assert value["ratios"] == {"step_vs_peer": 0.7}
     assert value["quartiles"] == {"step_vs_peer": [0.6, 0.7, 0.8]}
