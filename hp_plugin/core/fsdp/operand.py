@@ -311,10 +311,10 @@ class Pack(Operand):
         size = self._info.shard_size
         present = [gradient for gradient in gradients if gradient is not None] if self._is_on_rows else []
         is_complete = len(present) == len(gradients)
-        for index, gradient in enumerate(present):
-            if not gradient.is_contiguous():  # torch 2.7 cannot chunk other strides
-                present[index] = gradient.contiguous()
-                counters.copied_bytes += gradient.numel() * gradient.dtype.itemsize
+        for index, strided in enumerate(present):
+            if not strided.is_contiguous():  # torch 2.7 cannot chunk other strides
+                present[index] = strided.contiguous()
+                counters.copied_bytes += strided.numel() * strided.dtype.itemsize
         if is_complete and dtype != self.dtype and self._info.device.type == "cpu":
             # There a cast inside `_chunk_cat` takes three times as long as one after it.
             packed = torch._chunk_cat(present, 0, size)
