@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class WriteLog(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._lock = threading.Lock()  # the engine's lanes run under this mode too
         self.calls: Counter[Key] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +47,8 @@ class WriteLog(TorchDispatchMode):
             writes = kwargs.get("out", args[0] if name.endswith("_") else result)
             operands = tuple((tuple(t.shape), t.dtype) for t in _tensors([writes]))
             if operands:
-                self.calls[name, operands] += 1
+                with self._lock:
+                    self.calls[name, operands] += 1
         return result
 
     def bytes_beyond(self, compute: WriteLog) -> Counter[str]:

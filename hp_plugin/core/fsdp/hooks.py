@@ -50,11 +50,8 @@ class UnitHooks:
         unit = self.unit
         is_first = not self._running
         self._running.add(module)
-        dtype = unit.policy.param_dtype
-        if unit.policy.cast_forward_inputs and dtype is not None:
-            is_cast = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is dtype
-            if not is_cast:
-                args, kwargs = cast_floating((args, kwargs), dtype)
+        if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), unit.policy.param_dtype)
         if not is_first:
             return args, kwargs
         if not unit.has_root:
@@ -82,8 +79,6 @@ class UnitHooks:
         """Routes the inputs through an identity whose backward runs after all that the unit computed from them."""
         if not torch.is_grad_enabled():
             return args, kwargs
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # as most units are called
-            return (tuple(self._mark([args[0]])) if args[0].requires_grad else args), kwargs
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return args, kwargs

@@ -261,9 +261,7 @@ class Pack(Operand):
             self._packed_storage.resize_(packed_numel * self.dtype.itemsize)
         assert self._own is not None
         if self._with_shard:
-            # `p.local`, without the call.
-            shards = [p.sharded._local_tensor for p in self._with_shard]  # type: ignore[attr-defined]
-            torch._foreach_copy_(self._copy_in, shards)
+            torch._foreach_copy_(self._copy_in, [p.local for p in self._with_shard])
             counters.copied_bytes += self._shard_numel * self.dtype.itemsize
         return self._packed, self._own
 

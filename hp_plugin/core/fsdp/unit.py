@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hp_plugin.core.fsdp.bucket import Route
-from hp_plugin.core.fsdp.counters import WaitCause
+from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.kept import KeptParts
 from hp_plugin.core.fsdp.operand import group_operands
@@ -82,6 +82,8 @@ class Unit:
         self._phase = Phase.SHARDED
         self._gather: Pending | None = None
         self._gathers_kept = False
+        self._prepared = Counters()
+        """What the thread that prepares a gather counts. Whoever waits for the gather adds it to the root's."""
         self._kept: KeptParts | None = None
         self.gradients: UnitGradients | None = None
         """Storage of the sharded gradients; exists from the first backward on."""
@@ -164,7 +166,7 @@ class Unit:
             module, attribute = parameter.owners[0]
             if module._parameters[attribute] is not parameter.sharded:
                 parameter.adopt_replacement()
-        gathered = [operand.begin_gather(self.root.counters) for operand in self.operands]
+        gathered = [operand.begin_gather(self._prepared) for operand in self.operands]
         return [g[0] for g in gathered if g is not None], [g[1] for g in gathered if g is not None]
 
     def wait_for_unshard(self, hook: str) -> None:
@@ -219,6 +221,9 @@ class Unit:
             counters.copied_bytes += self._gather.copied_bytes
             self._gather = None
             counters.waited(WaitCause.ALL_GATHER, start)
+        if self._prepared.copied_bytes:
+            self.root.counters.copied_bytes += self._prepared.copied_bytes
+            self._prepared.copied_bytes = 0
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -303,16 +308,9 @@ class Unit:
     def _reduction(self, gradients: UnitGradients) -> Reduction:
         operands = []
         for operand in gradients.operands:
-            taken = []
-            for p in operand.parameters:
-                if p.unsharded_gradient is not None:
-                    taken.append(self._taken_sum(p))
-                    continue
-                full = p.full  # `p.take_gradient()`, without the call
-                gradient = None if full is None else full.grad
-                if full is not None and gradient is not None:
-                    full.grad = None
-                taken.append(gradient)
+            taken = [
+                p.take_gradient() if p.unsharded_gradient is None else self._taken_sum(p) for p in operand.parameters
+            ]
             operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters))
         return Reduction(
             operands=operands,

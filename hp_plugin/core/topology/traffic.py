@@ -20,6 +20,7 @@ really moves the bytes of one; trees and hierarchical algorithms of other back e
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,10 +62,11 @@ class Traffic:
 
 
 class TrafficRecorder(TorchDispatchMode):
-    """Context manager that counts the collectives which the calling thread issues on this rank.
+    """Context manager that counts the collectives which the calling thread, or a lane for it, issues on this rank.
 
     It sees collectives where they pass torch's dispatcher: calls of `torch.distributed`, of process group methods and
-    functional collectives, in forward and in backward. It does not see other Python threads, nor shared memory.
+    functional collectives, in forward and in backward. It sees other Python threads where they enter it, as the
+    engine's lanes do with the modes of whoever submits a job, and does not see shared memory.
     Every operator that the thread runs takes a detour through Python meanwhile, so measure time in another run.
 
     Args:
@@ -79,6 +81,7 @@ class TrafficRecorder(TorchDispatchMode):
     def __init__(self, topology: Topology) -> None:
         super().__init__()
         self._topology = topology
+        self._lock = threading.Lock()
         self._bytes = {True: 0.0, False: 0.0}  # by "same supernode"; exact fractions are rounded once, when read
         self._calls: Counter[str] = Counter()
         self._unmodelled: Counter[str] = Counter()
@@ -101,7 +104,8 @@ class TrafficRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
         if namespace in ("c10d", "_c10d_functional"):
-            self._count(name, func._schema, args, kwargs)
+            with self._lock:
+                self._count(name, func._schema, args, kwargs)
         return func(*args, **kwargs)
 
     def _count(self, name: str, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
