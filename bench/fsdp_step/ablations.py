@@ -18,7 +18,7 @@ from bench.fsdp_step.variant import Context, Variant, take_options
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.reduction import Crossing, Reduction, ReductionPipeline
 from hp_plugin.core.transport import C10dTransport, Pending, Ticket
-from hp_plugin.core.transport.c10d import Prepare
+from hp_plugin.core.transport.pending import Prepare
 
 
 class WaitingPipeline(ReductionPipeline):

@@ -24,8 +24,8 @@ from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.schedule import Schedule
 from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
 from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
-from hp_plugin.core.transport.c10d import PendingCopies
 from hp_plugin.core.transport.lane import Ticket
+from hp_plugin.core.transport.pending import PendingCopies
 
 DEFAULT_WINDOW = 2
 """One bucket fills while the one before crosses: fewer leaves the slow link idle, more does not make it faster."""
