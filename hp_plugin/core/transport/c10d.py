@@ -30,8 +30,8 @@ class C10dTransport:
     right by construction here, at twice the host time.
 
     Args:
-        group: The shard group. Every rank of it must make its objects of this class, and call their methods, in the same
-            order.
+        group: The shard group. Every rank of it must make its objects of this class, and call their methods, in the
+            same order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
