@@ -98,6 +98,9 @@ def run(
         "127.0.0.1:0",
         "--local-addr",
         "127.0.0.1",
+        # torchrun would start Python unbuffered, see `_environment`.
+        "--no-python",
+        sys.executable,
         "-m",
         "hp_plugin.megatron",
         str(SCRIPT),
@@ -151,7 +154,11 @@ def _environment(marker: str) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The demo is the same on every machine: accelerators are hidden from it.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
-    return {**defaults, **os.environ, **hidden, "PYTHONUNBUFFERED": "1", marker: "1"}
+    environment = {**defaults, **os.environ, **hidden, marker: "1"}
+    # All ranks write into one pipe. Unbuffered, a line leaves in pieces, between which those of another rank may fall;
+    # as it is, standard error leaves line by line, and Megatron flushes what it prints.
+    environment.pop("PYTHONUNBUFFERED", None)
+    return environment
 
 
 def _lines(process: subprocess.Popen[bytes], *, deadline: float) -> Iterator[str]:

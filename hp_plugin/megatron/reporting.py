@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 USAGE_ERROR = 2
 """Exit status of a job that was refused before it started, as with argparse."""
@@ -21,7 +21,7 @@ def rank() -> int:
 def say(line: str) -> None:
     """Print ``line`` on global rank 0 only, prefixed with the name of this package."""
     if rank() == 0:
-        print(f"hp_plugin: {line}", flush=True)
+        _write(sys.stdout, f"hp_plugin: {line}")
 
 
 def stop(sentence: str, *, status: int = USAGE_ERROR, every_rank: bool = False) -> NoReturn:
@@ -42,5 +42,11 @@ def stop(sentence: str, *, status: int = USAGE_ERROR, every_rank: bool = False) 
         time.sleep(_RANK_ZERO_HEAD_START_S)
     if me == 0 or every_rank:
         who = f" [rank {me}]" if me else ""
-        print(f"hp_plugin: error{who}: {sentence}", file=sys.stderr, flush=True)
+        _write(sys.stderr, f"hp_plugin: error{who}: {sentence}")
     raise SystemExit(status)
+
+
+def _write(stream: TextIO, line: str) -> None:
+    # In one piece: torchrun starts its ranks unbuffered and with one output, and `print` writes the end of a line apart.
+    stream.write(f"{line}\n")
+    stream.flush()

@@ -94,6 +94,26 @@ def test_a_job_that_fails_or_hangs_is_one_sentence_and_leaves_no_process(
     assert descendants() == before
 
 
+TWO_PIECES = """
+import sys, time
+sys.stderr.write("error: there is")
+time.sleep(1)
+sys.stderr.write(" no corpus.\\n")
+raise SystemExit(1)
+"""
+
+
+def test_lines_of_several_ranks_stay_whole(runner: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    path, log = tmp_path / "script.py", tmp_path / "log"
+    path.write_text(TWO_PIECES)
+    monkeypatch.setattr(runner, "SCRIPT", path)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    with pytest.raises(runner.JobError, match=r"exit status 1: there is no corpus; its log"):
+        runner.run("a job", ranks=2, arguments=["--hyperfsdp-device", "cpu"], log_file=log, timeout_s=120.0,
+                   on_iteration=lambda *_: None)  # fmt: skip
+
+
 INTERRUPTED = """
 import signal, sys
 from pathlib import Path
