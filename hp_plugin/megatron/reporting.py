@@ -47,6 +47,6 @@ def stop(sentence: str, *, status: int = USAGE_ERROR, every_rank: bool = False) 
 
 
 def _write(stream: TextIO, line: str) -> None:
-    # In one piece: torchrun starts its ranks unbuffered and with one output, and `print` writes the end of a line apart.
+    # In one piece: torchrun starts its ranks unbuffered and with one output; `print` writes the end of a line apart.
     stream.write(f"{line}\n")
     stream.flush()

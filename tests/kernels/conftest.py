@@ -23,9 +23,10 @@ def native_library(tmp_path_factory: pytest.TempPathFactory) -> native.NativeLib
     if compiler is None:
         pytest.skip(f"{installed.reason} There is no C++ compiler to build one for the test either.")
     target = tmp_path_factory.mktemp("native") / native.LIBRARY_NAME
-    source = REPOSITORY / "native" / "hp_native.cpp"
-    command = [compiler, "-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, str(source), "-o", str(target)], check=True, timeout=120)
+    sources = [str(path) for path in sorted((REPOSITORY / "native" / "src").glob("*.cpp"))]
+    options = ["-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+    command = [compiler, *options, f"-I{REPOSITORY / 'native'}", *sources, "-o", str(target)]
+    subprocess.run(command, check=True, timeout=120)
     built = native.find_native(str(target), ())
     assert built.library is not None
     return built.library

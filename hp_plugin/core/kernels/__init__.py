@@ -16,6 +16,7 @@ from hp_plugin.core.kernels.accumulate import (
     scale_copy_reference,
 )
 from hp_plugin.core.kernels.native import NativeLibrary, NativeStatus, load_native, native_status
+from hp_plugin.core.kernels.sums import sum_in_order_, sum_in_order_reference
 
 __all__ = [
     "KernelChoice",
@@ -28,4 +29,6 @@ __all__ = [
     "native_status",
     "scale_copy_",
     "scale_copy_reference",
+    "sum_in_order_",
+    "sum_in_order_reference",
 ]

@@ -20,17 +20,35 @@ from pathlib import Path
 from hp_plugin.errors import ConfigurationError
 
 # The number in native/hp_native.h that this module was written against.
-EXPECTED_ABI_VERSION = 1
+EXPECTED_ABI_VERSION = 2
 LIBRARY_NAME = "libhp_native.so"
 OVERRIDE_VARIABLE = "HP_NATIVE_LIBRARY"
 
-# Functions (dst, src, alpha, count, threads) -> None.
-_SCALE_FUNCTIONS = (
-    "hp_accumulate_scaled_f32",
-    "hp_accumulate_scaled_bf16",
-    "hp_scale_copy_f32",
-    "hp_scale_copy_bf16",
+_POINTER, _INT, _SIZE, _FLOAT, _MICROSECONDS = (
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_size_t,
+    ctypes.c_float,
+    ctypes.c_int64,
 )
+_SCALE = (None, (_POINTER, _POINTER, _FLOAT, _SIZE, _INT))  # dst, src, alpha, count, threads
+_SUM = (None, (_POINTER, _POINTER, _INT, _FLOAT, _SIZE, _INT))  # dst, sources, terms, scale, count, threads
+# Every function that the header declares, but for the two that identify a library: result, arguments.
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "hp_accumulate_scaled_f32": _SCALE,
+    "hp_accumulate_scaled_bf16": _SCALE,
+    "hp_scale_copy_f32": _SCALE,
+    "hp_scale_copy_bf16": _SCALE,
+    "hp_scale_copy_f32_bf16": _SCALE,
+    "hp_sum_f32": _SUM,
+    "hp_sum_bf16": _SUM,
+    "hp_sum_bf16_f32": _SUM,
+    "hp_counter_publish": (None, (_POINTER, ctypes.c_uint32)),
+    "hp_counters_wait": (_INT, (_POINTER, _INT, _SIZE, ctypes.c_uint32, _MICROSECONDS, _INT)),
+    "hp_barrier": (_INT, (_POINTER, _INT, _SIZE, _INT, ctypes.c_uint32, _MICROSECONDS, _INT)),
+    "hp_life_begin": (_INT, (_INT, ctypes.c_int64)),
+    "hp_life_is_held": (_INT, (_INT, ctypes.c_int64)),
+}
 
 
 @dataclass(frozen=True)
@@ -166,10 +184,9 @@ def _open_library(path: Path) -> NativeLibrary:
         functions.hp_build_info.argtypes = ()
         functions.hp_build_info.restype = ctypes.c_char_p
         build_info = functions.hp_build_info().decode()
-        for name in _SCALE_FUNCTIONS:
+        for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(functions, name)
-            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_size_t, ctypes.c_int32)
-            function.restype = None
+            function.restype, function.argtypes = result, arguments
     except AttributeError as error:
         raise _UnusableLibraryError(
             f"The file {path} is not hp_plugin's native library ({error}). Remove it and install hp_plugin again."

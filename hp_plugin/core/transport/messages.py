@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hp_plugin.core.kernels import sum_in_order_
 from hp_plugin.core.transport.lane import Lane, Ticket
 from hp_plugin.core.transport.pending import Pending, Prepare, bytes_of
 
@@ -100,7 +101,7 @@ class Exchange:
         """Waits for the messages and sums."""
         for work in self.receives:
             work.wait()
-        _sum_in_order(self.output, self.slices)
+        sum_in_order_(self.output, self.slices)
         for work in self.sends:
             work.wait()
 
@@ -150,17 +151,3 @@ class Messages:
         receives = [self._group.recv([slices[other]], other, tag) for other in self._others]
         sends = [self._group.send([mine[other]], other, tag) for other in self._others]
         return Exchange(output, slices, receives, sends, operand)
-
-
-def _sum_in_order(output: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Sets `output` to the sum of two or more terms, added in the order given and rounded once to its dtype."""
-    if len(terms) == 2:
-        torch.add(terms[0], terms[1], out=output)
-        return
-    is_wide = output.dtype in (torch.float32, torch.float64)
-    total = output if is_wide else torch.empty_like(output, dtype=torch.float32)
-    torch.add(terms[0], terms[1], out=total)
-    for term in terms[2:]:
-        total.add_(term)
-    if not is_wide:
-        output.copy_(total)
