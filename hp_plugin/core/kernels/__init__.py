@@ -8,13 +8,12 @@ installed; :func:`chosen_kernels` says what is used and why. May be imported by 
 from __future__ import annotations
 
 from hp_plugin.core.kernels.accumulate import (
-    KernelChoice,
     accumulate_scaled_,
     accumulate_scaled_reference,
-    chosen_kernels,
     scale_copy_,
     scale_copy_reference,
 )
+from hp_plugin.core.kernels.choices import KernelChoice, chosen_kernels
 from hp_plugin.core.kernels.native import NativeLibrary, NativeStatus, load_native, native_status
 from hp_plugin.core.kernels.sums import sum_in_order_, sum_in_order_reference
 

@@ -11,38 +11,31 @@ autograd notices the write as it notices any other in-place operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from hp_plugin.core.kernels.native import load_native, native_status
+from hp_plugin.core.kernels.native import load_native
+from hp_plugin.core.kernels.operands import are_same_array, is_plain, share_memory
 from hp_plugin.errors import ConfigurationError
 
 Kernel = Callable[[Tensor, Tensor, float], None]
 
-# Suffix of the native function for each dtype of src; dst is float32.
-_NATIVE_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """One line of :func:`chosen_kernels`.
-
-    Attributes:
-        operation: name of the operation, for example ``accumulate_scaled_``.
-        device_type: torch device type, or ``other`` for every type without an entry of its own.
-        implementation: ``native`` or ``torch``.
-        applies_to: the tensors for which this implementation is used; torch serves the rest.
-        reason: one sentence that says why.
-    """
-
-    operation: str
-    device_type: str
-    implementation: str
-    applies_to: str
-    reason: str
+# (dtype of src, dtype of dst) -> native function, per operation.
+_NATIVE_ACCUMULATE: Mapping[tuple[torch.dtype, torch.dtype], str] = MappingProxyType(
+    {
+        (torch.float32, torch.float32): "hp_accumulate_scaled_f32",
+        (torch.bfloat16, torch.float32): "hp_accumulate_scaled_bf16",
+    }
+)
+_NATIVE_COPY: Mapping[tuple[torch.dtype, torch.dtype], str] = MappingProxyType(
+    {
+        (torch.float32, torch.float32): "hp_scale_copy_f32",
+        (torch.bfloat16, torch.float32): "hp_scale_copy_bf16",
+        (torch.float32, torch.bfloat16): "hp_scale_copy_f32_bf16",
+    }
+)
 
 
 def accumulate_scaled_(dst: Tensor, src: Tensor, alpha: float) -> None:
@@ -92,68 +85,37 @@ def scale_copy_reference(dst: Tensor, src: Tensor, alpha: float) -> None:
         dst.copy_(src if alpha == 1.0 else src.to(_compute_dtype(dst, src)) * alpha)
 
 
-def chosen_kernels() -> tuple[KernelChoice, ...]:
-    """Lists which implementation serves each operation, per device type; loads the native library if it is there."""
-    status = native_status()
-    choices = []
-    for operation in ("accumulate_scaled_", "scale_copy_"):
-        if status.library is not None:
-            scope = "contiguous tensors, float32 destination, float32 or bfloat16 source"
-            reason = f"{status.reason} Build: {status.library.build_info}."
-            choices.append(KernelChoice(operation, "cpu", "native", scope, reason))
-        else:
-            choices.append(KernelChoice(operation, "cpu", "torch", "all tensors", status.reason))
-        reason = "There is no native kernel for devices other than the CPU."
-        choices.append(KernelChoice(operation, "other", "torch", "all tensors", reason))
-    return tuple(choices)
-
-
 def _compute_dtype(dst: Tensor, src: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: float32, or float64 where an operand is."""
     return torch.promote_types(torch.promote_types(src.dtype, dst.dtype), torch.float32)
 
 
 def _cpu_accumulate_scaled(dst: Tensor, src: Tensor, alpha: float) -> None:
-    if not _run_native("hp_accumulate_scaled", dst, src, alpha):
+    if not _run_native(_NATIVE_ACCUMULATE, dst, src, alpha):
         accumulate_scaled_reference(dst, src, alpha)
 
 
 def _cpu_scale_copy(dst: Tensor, src: Tensor, alpha: float) -> None:
-    if not _run_native("hp_scale_copy", dst, src, alpha):
+    if not _run_native(_NATIVE_COPY, dst, src, alpha):
         scale_copy_reference(dst, src, alpha)
 
 
-def _run_native(function: str, dst: Tensor, src: Tensor, alpha: float) -> bool:
+def _run_native(
+    functions: Mapping[tuple[torch.dtype, torch.dtype], str], dst: Tensor, src: Tensor, alpha: float
+) -> bool:
     """Runs a native kernel if it applies to these tensors; returns whether it did."""
-    suffix = _NATIVE_SUFFIX.get(src.dtype)
-    if suffix is None or not _is_plain_float32(dst) or not _is_plain(src) or _overlap_partly(dst, src):
+    function = functions.get((src.dtype, dst.dtype))
+    if function is None or not is_plain(dst) or not is_plain(src):
         return False
+    if share_memory(dst, src) and not are_same_array(dst, src):
+        return False  # torch decides: it refuses, or copies first
     library = load_native()
     if library is None:
         return False
-    getattr(library.functions, f"{function}_{suffix}")(
-        dst.data_ptr(), src.data_ptr(), alpha, dst.numel(), torch.get_num_threads()
-    )
+    getattr(library.functions, function)(dst.data_ptr(), src.data_ptr(), alpha, dst.numel(), torch.get_num_threads())
     # The write went past torch: without this, a backward that saved dst would not notice it.
     torch.autograd.graph.increment_version(dst)
     return True
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the memory is one run of elements that may be addressed: no subclass, no wrapper, no strides."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous()
-
-
-def _is_plain_float32(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and _is_plain(tensor)
-
-
-def _overlap_partly(dst: Tensor, src: Tensor) -> bool:
-    """Whether the two share memory without being the same array; torch then decides (it refuses or copies first)."""
-    dst_begin, src_begin = dst.data_ptr(), src.data_ptr()
-    if dst_begin == src_begin and dst.dtype == src.dtype:
-        return False
-    return src_begin < dst_begin + dst.nbytes and dst_begin < src_begin + src.nbytes
 
 
 def _check(dst: Tensor, src: Tensor, operation: str) -> None:
