@@ -2,7 +2,8 @@
 
 * no_pipeline: backward waits for every reduction between supernodes right where it is issued.
 * no_fused_reduce: every parameter crosses between supernodes in a message of its own.
-* no_zero_copy: collectives inside a supernode work on one packed operand, with the copies around it that FSDP2 makes.
+* no_zero_copy: collectives inside a supernode work on one packed operand, with the copies around it that FSDP2 makes;
+  one of the c10d transport, whatever transport ours has.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def build_no_fused_reduce(context: Context, options: Options) -> Variant:
 
 
 def build_no_zero_copy(context: Context, options: Options) -> Variant:
-    """Ours, with packed collectives inside the supernode."""
-    ours = _ours(context, options)
+    """Ours on the c10d transport, with packed collectives inside the supernode."""
+    ours = _ours(context, {**options, "transport": "c10d"})
     for unit in ours.root.units:
         if unit._transport is not None:
             unit._transport = PackingTransport(unit.info.shard_group)

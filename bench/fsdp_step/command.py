@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -15,16 +15,17 @@ from bench.fsdp_step import results, sweep
 from bench.fsdp_step.calibration import most_attempts
 from bench.fsdp_step.job import Job, Result, VariantJob
 from bench.fsdp_step.model import unit_sizes
-from bench.fsdp_step.peers import ABLATIONS
-from bench.fsdp_step.settings import FLOOR, OURS, Compute, Run, Settings, load
+from bench.fsdp_step.peers import ABLATIONS, ON_C10D
+from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D, Compute, Options, Run, Settings, Transport, load
 from bench.report import Report, say
 from bench.testbed import DelayOption, LinkOption, RanksFailedError, Testbed, parse_rate
 
 _NOMINAL_MBIT = 1000.0  # where no shaped link can be measured, compute is set against a link of this rate
 _START_S = 180.0  # limit for starting and building a set
+_MADE_OF_OURS = frozenset({OURS, OURS_C10D, *ABLATIONS})
 _STEP_S = 4.0  # limit for a step at 1 Gbit/s, far above what any takes
 
-TransportOption = Annotated[str, typer.Option("--transport", help="How ours moves bytes in a supernode: c10d.")]
+TransportOption = Annotated[str, typer.Option("--transport", help="Of ours inside a supernode: auto, c10d or shm.")]
 ComputeOption = Annotated[str, typer.Option("--compute", help="modelled (for times) or real (for equality).")]
 ShapeOption = Annotated[str, typer.Option("--supernodes", help="Supernodes x ranks in each: 2x2, 4x1, 1x4.")]
 PeersOption = Annotated[str, typer.Option("--peers", help="Only these peers or ablations, by name, with commas.")]
@@ -39,6 +40,7 @@ class Plan:
 
     settings: Settings
     run: Run
+    transport: Transport
     compute: Compute
     supernodes: int
     ranks: int
@@ -78,9 +80,16 @@ class Plan:
         )
 
     def variant(self, name: str) -> VariantJob:
-        """A variant with the options in force; ablations have those of ours."""
-        options = self.settings.options_of(OURS if name in ABLATIONS else name, delay_ms=self.delay_ms)
-        return VariantJob(name=name, kind=name, options=options)
+        """A variant with the options in force; what is made of ours has those of ours."""
+        source = OURS if name in _MADE_OF_OURS else name
+        options = self.settings.options_of(source, delay_ms=self.delay_ms)
+        return VariantJob(name=name, kind=name, options=self.in_force(name, options))
+
+    def in_force(self, name: str, options: Options) -> Options:
+        """`options` of a variant, with the transport if it is made of ours."""
+        if name not in _MADE_OF_OURS:
+            return options
+        return {"transport": "c10d" if name in (OURS_C10D, *ON_C10D) else self.transport, **options}
 
     def execute(self, job: Job) -> Result:
         """Run `job` on a testbed of its own; progress goes to standard error."""
@@ -106,7 +115,7 @@ class Plan:
             "ranks_per_supernode": self.ranks,
             "rate_mbit": self.rate_mbit,
             "delay_ms": self.delay_ms,
-            "transport": "c10d",
+            "transport_asked_for": self.transport,
             "settings": self.run.model_dump(mode="json"),
             "balance_tolerance": self.balance_tolerance,
             "not_built": ["no_two_tier_optimizer"],
@@ -116,7 +125,7 @@ class Plan:
 def benchmark(
     *,
     quick: bool = False,
-    transport: TransportOption = "c10d",
+    transport: TransportOption = "auto",
     compute: ComputeOption = "modelled",
     link: LinkOption = "1gbit",
     delay: DelayOption = 0.0,
@@ -152,8 +161,8 @@ def benchmark(
     failures: dict[str, str] = {}
     for set_name, members in sets.items():
         say(f"fsdp-step: set {set_name}: {', '.join(members)}")
-        ablations_alone = set(members) <= set(ABLATIONS) and not balances
-        chosen = names[:1] if ablations_alone else names  # what a mechanism is worth is asked at the first balance
+        ours_alone = set(members) <= _MADE_OF_OURS and not balances
+        chosen = names[:1] if ours_alone else names  # what a mechanism is worth is asked at the first balance
         job = plan.job([plan.variant(name) for name in [FLOOR, OURS, *members]], rounds=kept, balances=chosen)
         try:
             found[set_name] = (job, plan.execute(job))
@@ -166,8 +175,8 @@ def benchmark(
 
 
 def _plan(quick: bool, transport: str, compute: str, link: str, delay: float, shape: str) -> Plan:
-    if transport != "c10d":
-        raise UnavailableError(f"--transport {transport!r} is not built; use c10d")
+    if transport not in get_args(Transport):
+        raise UnavailableError(f"--transport {transport!r} is unknown; use {', '.join(get_args(Transport))}")
     if compute not in ("modelled", "real"):
         raise UnavailableError(f"--compute {compute!r} is unknown; use modelled or real")
     found = re.fullmatch(r"(\d+)x(\d+)", shape)
@@ -175,7 +184,7 @@ def _plan(quick: bool, transport: str, compute: str, link: str, delay: float, sh
         raise UnavailableError(f"--supernodes {shape!r} is not a shape; write supernodes x ranks, such as 2x2")
     own = load()
     run = own.quick if quick else own.full
-    return Plan(own, run, compute, sizes[0], sizes[1], parse_rate(link), delay)  # type: ignore[arg-type]
+    return Plan(own, run, transport, compute, sizes[0], sizes[1], parse_rate(link), delay)  # type: ignore[arg-type]
 
 
 def _names(text: str) -> list[str]:
@@ -190,5 +199,6 @@ def _chosen_sets(plan: Plan, only: list[str]) -> dict[str, list[str]]:
         candidates = plan.settings.sets
     else:
         candidates = {name: plan.settings.sets[name] for name in plan.run.sets}
-    chosen = {key: [name for name in members if not only or name in only] for key, members in candidates.items()}
+    wanted = {*only, *([OURS_C10D] if set(only) & set(ON_C10D) else [])}  # what those are held against
+    chosen = {key: [name for name in members if not only or name in wanted] for key, members in candidates.items()}
     return {key: members for key, members in chosen.items() if members}

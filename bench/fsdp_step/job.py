@@ -62,6 +62,7 @@ class Round(_Plain):
         layer: modelled forward of a layer.
         floor_phases: of the floor: forward, backward, update.
         times: a step, by variant.
+        host_cpu: CPU time of a step, user and system, all threads of all ranks together, by variant.
         link_bytes: payload that a supernode sent per step, by variant, mean over supernodes.
         packets: packets of the same.
     """
@@ -71,6 +72,7 @@ class Round(_Plain):
     layer: float
     floor_phases: tuple[float, float, float]
     times: dict[str, float]
+    host_cpu: dict[str, float]
     link_bytes: dict[str, float]
     packets: dict[str, float]
 

@@ -10,9 +10,9 @@ from bench import paired
 from bench.errors import BenchError
 from bench.fsdp_step.bound import Schedule, schedule_of
 from bench.fsdp_step.job import Equality, Job, Result, Round
-from bench.fsdp_step.peers import ABLATIONS
+from bench.fsdp_step.peers import ABLATIONS, ON_C10D
 from bench.fsdp_step.recorded import complaints, read_record
-from bench.fsdp_step.settings import FLOOR, OURS
+from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D
 from bench.fsdp_step.traffic import expected_bytes
 from bench.report import Report, say
 
@@ -32,6 +32,10 @@ _NOTES = (
         "link, unit by unit, then the optimizer. step_vs_ideal is over max(compute, wire)."
     ),
     "Link bytes are what a supernode sends per step, from the kernel's counters, without protocol headers.",
+    (
+        "host_cpu_ms is CPU time per step, user and system, of all threads of all ranks together. Modelled compute "
+        "sleeps, so it is what communication, the optimizer and the host's own work take; real compute is a part of it."
+    ),
 )
 
 Found = Mapping[str, tuple[Job, Result]]
@@ -56,6 +60,7 @@ def make_report(plan: Plan, found: Found, failures: Mapping[str, str]) -> Report
                 {"set": set_name, "balance": balance, **one.model_dump(mode="json")} for one in result.rounds[balance]
             ]
     report.environment["measured"] = measured
+    report.environment["transport"] = _transport(found)
     report.environment["options"] = {
         entry.name: entry.options for job, _ in found.values() for entry in job.variants if entry.options
     }
@@ -119,6 +124,8 @@ def _rows(plan: Plan, balance: str, job: Job, result: Result) -> list[dict[str, 
         if entry.name in result.unavailable:
             rows.append(row | {"status": "not run: see the notes"})
             continue
+        if "transport" in result.facts.get(entry.name, {}):
+            row["transport"] = result.facts[entry.name]["transport"]
         if good:
             row |= _figures(plan, entry.kind, entry.name, good, result)
         rows.append(row | {"rounds": len(good), "rejected": len(rounds) - len(good)})
@@ -130,6 +137,7 @@ def _figures(plan: Plan, kind: str, name: str, good: list[Round], result: Result
     figures: dict[str, Any] = {
         "step_ms": statistics.median(one.times[name] for one in good) * 1e3,
         "over_compute": statistics.median(one.times[name] / one.times[FLOOR] for one in good),
+        "host_cpu_ms": statistics.median(one.host_cpu[name] for one in good) * 1e3,
         "link_mb": sent / 1e6,
     }
     expected = expected_bytes(kind, parameters=result.parameters, supernodes=plan.supernodes, ranks=plan.ranks)
@@ -172,9 +180,12 @@ def _add_ratios(report: Report, balance: str, found: Found) -> None:
         for name in (entry.name for entry in job.variants if entry.name not in result.unavailable):
             if name in ABLATIONS:
                 key = name if balance in ("c1", "real") else f"{balance}_{name}"
-                report.add_ratio(key, paired.ratios(times, name, OURS))
+                report.add_ratio(key, paired.ratios(times, name, OURS_C10D if name in ON_C10D else OURS))
             elif name not in (FLOOR, OURS):
                 report.add_ratio(f"{balance}_step_vs_{name}", paired.ratios(times, OURS, name))
+            if name == OURS_C10D:
+                spent = paired.ratios([one.host_cpu for one in good], OURS, name)
+                report.add_ratio(f"{balance}_host_cpu_vs_c10d", spent)
     if not every:  # nothing kept, or no link to measure
         return
     rounds = [one for one, _ in every]
@@ -184,6 +195,12 @@ def _add_ratios(report: Report, balance: str, found: Found) -> None:
     report.add_ratio(f"{balance}_step_vs_bound", [one.times[OURS] / bound for one, bound in zip(rounds, bounds)])
     exposed = [1 - one.times[FLOOR] / one.times[OURS] for one in rounds]
     report.add_ratio(f"{balance}_exposed_comm_fraction", exposed)
+
+
+def _transport(found: Found) -> str:
+    """What ours used inside a supernode, the same in all sets."""
+    used = {str(result.facts[OURS]["transport"]) for _, result in found.values()}
+    return ", ".join(sorted(used))
 
 
 def _about_options(plan: Plan) -> str:

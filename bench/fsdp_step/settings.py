@@ -13,11 +13,14 @@ from bench.errors import UnavailableError
 SETTINGS_FILE = Path(__file__).with_name("settings.yaml")
 SWEEP_FILE = Path(__file__).with_name("sweep.json")
 OURS = "hyperfsdp"
+OURS_C10D = "ours_c10d"
+"""Ours with the c10d transport, whatever transport ours has."""
 FLOOR = "floor"
 MOST_RESIDENT = 5
 """Variants in one set of processes; more would page, and every variant would see another machine."""
 
 Compute = Literal["modelled", "real"]
+Transport = Literal["auto", "c10d", "shm"]
 Options = dict[str, Any]
 
 
@@ -116,7 +119,7 @@ class Settings(_Strict):
         for run in (self.full, self.quick):
             _refuse_unknown("balance", run.balances, known)
             _refuse_unknown("set", run.sets, set(self.sets))
-        for name in (FLOOR, OURS):
+        for name in (FLOOR, OURS, OURS_C10D):
             _refuse_unknown("variant", [name], set(self.variants))
         for members in self.sets.values():
             _refuse_unknown("variant", members, set(self.variants))

@@ -56,7 +56,7 @@ def _sweep_one(plan: Plan, name: str) -> list[dict[str, Any]]:
     room = MOST_RESIDENT - 1
     for start in range(0, len(candidates), room):
         part = candidates[start : start + room]
-        jobs = [VariantJob(name=f"{name}#{index}", kind=name, options=options) for index, options in part]
+        jobs = [VariantJob(name=f"{name}#{index}", kind=name, options=plan.in_force(name, own)) for index, own in part]
         say(f"sweep of {name}: {start + 1} to {start + len(part)} of {len(candidates)}")
         result = plan.execute(plan.job([plan.variant(FLOOR), *jobs], rounds=ROUNDS, balances=[BALANCE]))
         if result.unavailable:
@@ -65,10 +65,10 @@ def _sweep_one(plan: Plan, name: str) -> list[dict[str, Any]]:
         equality = {OURS if job is jobs[0] else job.name: result.equality[job.name] for job in jobs}
         require_equality(equality, tolerance=plan.settings.equality_tolerance, where=name)
         good = kept(result.rounds[BALANCE]) or result.rounds[BALANCE]
-        for job in jobs:
+        for job, (_, options) in zip(jobs, part):
             figures.append(
                 {
-                    "options": job.options,
+                    "options": options,
                     "step_ms": round(statistics.median(one.times[job.name] for one in good) * 1e3, 1),
                     "over_compute": round(statistics.median(one.times[job.name] / one.times[FLOOR] for one in good), 4),
                     "rounds": len(good),
@@ -78,7 +78,7 @@ def _sweep_one(plan: Plan, name: str) -> list[dict[str, Any]]:
 
 
 def _conditions(plan: Plan) -> dict[str, Any]:
-    keys = ("compute", "supernodes", "ranks_per_supernode", "rate_mbit", "delay_ms")
+    keys = ("transport_asked_for", "compute", "supernodes", "ranks_per_supernode", "rate_mbit", "delay_ms")
     described = plan.describe()
     return {key: described[key] for key in keys} | {"size": plan.run.size.model_dump(), "balance": BALANCE}
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import sys
 import time
@@ -146,7 +147,7 @@ class _Worker:
             return
         wire = statistics.median(self._wire() for _ in range(3))
         for _ in range(_CALIBRATIONS):
-            floor, _ = self._block(FLOOR, max(2, self.job.steps))
+            floor = self._block(FLOOR, max(2, self.job.steps)).seconds
             target = balance.compute_over_wire * wire
             if abs(floor - target) <= _CALIBRATED * target:
                 break
@@ -171,15 +172,16 @@ class _Worker:
 
     def _round(self, balance: Balance, attempt: int) -> Round:
         wires = [self._wire()]
-        times, sent, packets = {}, {}, {}
+        times, cpu, sent, packets = {}, {}, {}, {}
         phases = (0.0, 0.0, 0.0)
         for name in paired.order(list(self.residents), attempt):
             before = count_link()
             if name == FLOOR:
-                times[name], phases = self._floor_block()
+                took, phases = self._floor_block()
             else:
-                times[name], _ = self._block(name, self.job.steps)
+                took = self._block(name, self.job.steps)
             crossed = count_link() - before
+            times[name], cpu[name] = took.seconds, took.host_cpu
             sent[name] = _mean(crossed.payload / self.job.steps)
             packets[name] = _mean(crossed.packets / self.job.steps)
         wires.append(self._wire())
@@ -192,21 +194,21 @@ class _Worker:
             layer=self.pace.layer_s if self.pace is not None else 0.0,
             floor_phases=phases,
             times=times,
+            host_cpu=cpu,
             link_bytes=sent,
             packets=packets,
         )
 
-    def _block(self, name: str, steps: int) -> tuple[float, float]:
-        """Seconds per step of `steps` steps between two barriers, of the slowest rank and the mean of ranks."""
+    def _block(self, name: str, steps: int) -> _Took:
+        """What a step takes, over `steps` steps between two barriers."""
 
         def work() -> None:
             for _ in range(steps):
                 self._step(name)
 
-        seconds = _timed(work) / steps
-        return _most(seconds), _mean(seconds)
+        return _timed(work).per_step(steps)
 
-    def _floor_block(self) -> tuple[float, tuple[float, float, float]]:
+    def _floor_block(self) -> tuple[_Took, tuple[float, float, float]]:
         """As `_block`, of the floor, and its time in forward, backward and update."""
         resident = self.residents[FLOOR]
         phases = [0.0, 0.0, 0.0]
@@ -223,8 +225,8 @@ class _Worker:
                 for index in range(3):
                     phases[index] += (moments[index + 1] - moments[index]) / self.job.steps
 
-        seconds = _timed(work) / self.job.steps
-        return _most(seconds), (_mean(phases[0]), _mean(phases[1]), _mean(phases[2]))
+        took = _timed(work).per_step(self.job.steps)
+        return took, (_mean(phases[0]), _mean(phases[1]), _mean(phases[2]))
 
     def _wire(self) -> float:
         """Seconds of an all-reduce of all gradient shards between supernodes, all shards at once."""
@@ -236,16 +238,39 @@ class _Worker:
             for pending in [dist.all_reduce(shard, group=group, async_op=True) for shard in self.shards]:
                 pending.wait()
 
-        return _most(_timed(work))
+        return _timed(work).seconds
 
 
-def _timed(work: Callable[[], None]) -> float:
+@dataclass(frozen=True)
+class _Took:
+    """What some work took, in seconds.
+
+    Attributes:
+        seconds: elapsed, of the slowest rank.
+        host_cpu: of the CPUs, user and system, all threads of all ranks together.
+    """
+
+    seconds: float
+    host_cpu: float
+
+    def per_step(self, steps: int) -> _Took:
+        return _Took(self.seconds / steps, self.host_cpu / steps)
+
+
+def _timed(work: Callable[[], None]) -> _Took:
+    """Runs `work` between two barriers, which are not counted. Every rank must call."""
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), _cpu_seconds()
     work()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, _cpu_seconds() - cpu_start
     dist.barrier()
-    return seconds
+    return _Took(_most(seconds), _mean(cpu) * dist.get_world_size())
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process so far, user and system, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _most(value: float) -> float:

@@ -60,6 +60,30 @@ def _batch(context: Any) -> Any:
     return make_batches(context.size, rank=dist.get_rank(), seed=1, count=1)[0]
 
 
+def host_cpu_of_work() -> tuple[float, float]:
+    """CPU seconds of all ranks: where another thread of each works for 0.1 s, and where each sleeps as long."""
+    import threading
+    import time
+
+    from bench.fsdp_step.worker import _timed
+
+    def work_aside() -> None:
+        thread = threading.Thread(target=_work_for, args=(0.1,))
+        thread.start()
+        thread.join()
+
+    init_gloo()
+    return _timed(work_aside).host_cpu, _timed(lambda: time.sleep(0.1)).host_cpu
+
+
+def _work_for(seconds: float) -> None:
+    import time
+
+    start = time.thread_time()
+    while time.thread_time() - start < seconds:
+        pass
+
+
 def megatron_overlaps() -> None:
     from bench.fsdp_step.peers import build, megatron
 

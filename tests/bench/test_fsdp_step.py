@@ -12,7 +12,7 @@ from bench.fsdp_step import peers
 from bench.fsdp_step.job import Equality
 from bench.fsdp_step.model import unit_sizes
 from bench.fsdp_step.results import require_equality
-from bench.fsdp_step.settings import FLOOR, OURS
+from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D
 from bench.fsdp_step.traffic import expected_bytes
 from bench.testbed import Testbed, why_unavailable
 from tests.bench import fsdp_step_programs as programs
@@ -45,7 +45,7 @@ def run_tiny(names: list[str], compute: str, **kwargs: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compute", ["real", "modelled"])
 def test_torch_peers_and_ablations_compute_the_same_and_wait_the_same(compute: str) -> None:
-    names = [*TORCH_PEERS, *peers.ABLATIONS]
+    names = [*TORCH_PEERS, OURS_C10D, *peers.ABLATIONS]
     result = run_tiny(names, compute, env=programs.ENV, options=OPTIONS)
     equality = equality_of(result)
     assert set(equality) == {FLOOR, OURS, *names}
@@ -60,9 +60,12 @@ def test_torch_peers_and_ablations_compute_the_same_and_wait_the_same(compute: s
     assert facts["fsdp2_tuned"]["units"] == facts["fsdp2"]["units"] + 2
     assert facts["torch_ddp"]["buckets"] > 3
     assert facts["torch_ddp"]["gradient_as_bucket_view"] and facts["torch_ddp"]["static_graph"]
-    assert all(
-        seconds > 0 for seconds in result["rounds"]["c1" if compute == "modelled" else "real"][0]["times"].values()
-    )
+    assert facts[OURS_C10D]["transport"] == facts["no_zero_copy"]["transport"] == "c10d"
+    assert facts["no_pipeline"]["transport"] == facts[OURS]["transport"]
+    one = result["rounds"]["c1" if compute == "modelled" else "real"][0]
+    assert all(seconds > 0 for seconds in one["times"].values())
+    assert set(one["host_cpu"]) == set(one["times"])
+    assert all(seconds > 0 for seconds in one["host_cpu"].values())
 
 
 @needs_megatron
@@ -79,6 +82,12 @@ def test_megatron_peers_compute_the_same_and_wait_the_same(compute: str) -> None
 @needs_megatron
 def test_megatron_overlaps_gradients_with_backward_and_parameters_with_forward() -> None:
     run_ranks(4, programs.megatron_overlaps, flavour="megatron", env=programs.MEGATRON_ENV, timeout=120.0)
+
+
+def test_host_cpu_counts_all_threads_of_all_ranks_and_no_waiting() -> None:
+    working, waiting = run_ranks(2, programs.host_cpu_of_work)[0]
+    assert 0.15 < working < 0.6, "0.1 s on a thread beside the one that waits, on each of 2 ranks"
+    assert waiting < 0.05
 
 
 def test_the_hook_reduces_every_unit_once_and_does_not_wait() -> None:

@@ -9,10 +9,14 @@ import pytest
 import yaml
 
 from bench.errors import UnavailableError
-from bench.fsdp_step import command, recorded, settings
+from bench.fsdp_step import command, recorded, results, settings
 from bench.fsdp_step.bound import Schedule, schedule_of
 from bench.fsdp_step.calibration import corrected_layer, drift
+from bench.fsdp_step.job import Job, Result, Round
 from bench.fsdp_step.pace import Pace, wait_until
+from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D
+from bench.report import Report
+from tests.bench.fsdp_step_programs import tiny_job
 
 
 def test_bound_of_a_link_that_is_always_busy_is_forward_first_unit_and_wire() -> None:
@@ -125,7 +129,7 @@ def test_sweep_complains_about_options_that_are_clearly_worse() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"transport": "shm"}, "not built"),
+        ({"transport": "symm_mem"}, "auto, c10d, shm"),
         ({"compute": "imagined"}, "modelled or real"),
         ({"supernodes": "2"}, "2x2"),
         ({"supernodes": "0x2"}, "2x2"),
@@ -137,3 +141,74 @@ def test_sweep_complains_about_options_that_are_clearly_worse() -> None:
 def test_the_command_refuses_what_it_cannot_run(options: dict[str, str], said: str) -> None:
     with pytest.raises(UnavailableError, match=said):
         command.benchmark(**options)  # type: ignore[arg-type]
+
+
+# ---- our transports -------------------------------------------------------------------------------------------------
+
+
+def plan_of(transport: str) -> command.Plan:
+    return command._plan(True, transport, "modelled", "1gbit", 0.0, "2x2")
+
+
+@pytest.mark.parametrize("transport", ["auto", "c10d", "shm"])
+def test_ours_and_its_ablations_have_the_transport_that_is_asked_for(transport: str) -> None:
+    plan = plan_of(transport)
+    asked = {name: plan.variant(name).options.get("transport") for name in (OURS, "no_pipeline", "no_fused_reduce")}
+    assert set(asked.values()) == {transport}
+    assert plan.variant(OURS_C10D).options == {**plan.variant(OURS).options, "transport": "c10d"}
+    assert plan.variant("no_zero_copy").options["transport"] == "c10d"
+    assert "transport" not in plan.variant("torch_ddp").options
+    assert plan.describe()["transport_asked_for"] == transport
+
+
+def test_sweep_records_options_without_the_transport() -> None:
+    plan = plan_of("shm")
+    options = {"bucket_bytes": 1}
+    assert plan.in_force(OURS, options) == {"transport": "shm", "bucket_bytes": 1}
+    assert options == {"bucket_bytes": 1}
+
+
+def test_what_is_held_against_the_c10d_transport_runs_beside_it() -> None:
+    chosen = command._chosen_sets(plan_of("auto"), ["no_zero_copy", "fsdp2"])
+    assert chosen == {"fsdp2": ["fsdp2"], "transports": [OURS_C10D, "no_zero_copy"]}
+    assert command._chosen_sets(plan_of("auto"), ["no_pipeline"]) == {"ablations": ["no_pipeline"]}
+
+
+def found_of(names: list[str]) -> tuple[Job, Result]:
+    """One kept round in which variant `names[i]` takes i + 1 seconds, and CPU time of twice the square of that."""
+    times = {name: float(place) for place, name in enumerate(names, start=1)}
+    one = Round(
+        kept=True,
+        wire=1.0,
+        layer=0.01,
+        floor_phases=(0.3, 0.6, 0.1),
+        times=times,
+        host_cpu={name: 2 * seconds**2 for name, seconds in times.items()},
+        link_bytes=dict.fromkeys(names, 1e6),
+        packets=dict.fromkeys(names, 1.0),
+    )
+    facts = {OURS: {"transport": "shm"}, OURS_C10D: {"transport": "c10d"}}
+    result = Result(rounds={"c1": [one]}, facts=facts, parameters=100, unit_sizes=[10, 80, 10])
+    return tiny_job(names, compute="modelled"), result
+
+
+def test_host_cpu_and_packing_are_held_against_ours_on_c10d() -> None:
+    found = {"transports": found_of([FLOOR, OURS, OURS_C10D, "no_zero_copy"])}
+    report = Report("fsdp-step")
+    results._add_ratios(report, "c1", found)
+    assert report.ratios["c1_step_vs_ours_c10d"] == pytest.approx(2 / 3)
+    assert report.ratios["c1_host_cpu_vs_c10d"] == pytest.approx(4 / 9)
+    assert report.quartiles["c1_host_cpu_vs_c10d"] == pytest.approx([4 / 9] * 3)
+    assert report.ratios["no_zero_copy"] == pytest.approx(4 / 3)
+    rows = {row["variant"]: row for row in results._rows(plan_of("auto"), "c1", *found["transports"])}
+    assert (rows[OURS]["transport"], rows[OURS_C10D]["transport"]) == ("shm", "c10d")
+    assert rows[OURS]["host_cpu_ms"] == pytest.approx(8000)
+    assert "transport" not in rows[FLOOR]
+    assert results._transport(found) == "shm"
+
+
+def test_ablations_of_ours_are_held_against_ours() -> None:
+    report = Report("fsdp-step")
+    results._add_ratios(report, "c1", {"ablations": found_of([FLOOR, OURS, "no_pipeline"])})
+    assert report.ratios["no_pipeline"] == pytest.approx(3 / 2)
+    assert "c1_host_cpu_vs_c10d" not in report.ratios

@@ -10,6 +10,7 @@ from bench.fsdp_step.variant import Context, Variant
 BUILDERS: dict[str, str] = {
     "floor": "bench.fsdp_step.peers.floor:build_floor",
     "hyperfsdp": "bench.fsdp_step.peers.ours:build_ours",
+    "ours_c10d": "bench.fsdp_step.peers.ours:build_ours_c10d",
     "no_zero_copy": "bench.fsdp_step.ablations:build_no_zero_copy",
     "no_fused_reduce": "bench.fsdp_step.ablations:build_no_fused_reduce",
     "no_pipeline": "bench.fsdp_step.ablations:build_no_pipeline",
@@ -25,6 +26,8 @@ BUILDERS: dict[str, str] = {
 """Kind -> where its builder `(context, options) -> Variant` is."""
 
 ABLATIONS = ("no_zero_copy", "no_fused_reduce", "no_pipeline")
+ON_C10D = ("no_zero_copy",)
+"""Ablations of the c10d transport, which are held against ours on it."""
 NEEDS_MEGATRON = frozenset({"megatron_ddp", "megatron_distopt", "megatron_fsdp"})
 
 

@@ -9,10 +9,17 @@ import torch
 import hp_plugin
 from bench.fsdp_step.settings import Options
 from bench.fsdp_step.variant import Context, Variant, take_options
+from bench.transports import transport_of
 from hp_plugin.core.fsdp.root import Root, unit_of
 from hp_plugin.core.layout import local_tensor
 
-OPTIONS: dict[str, Any] = {"reshard_after_forward": None, "bucket_bytes": None, "window": None, "prefetch": None}
+OPTIONS: dict[str, Any] = {
+    "transport": "auto",
+    "reshard_after_forward": None,
+    "bucket_bytes": None,
+    "window": None,
+    "prefetch": None,
+}
 
 
 class Ours(Variant):
@@ -22,7 +29,7 @@ class Ours(Variant):
         given = {name: value for name, value in options.items() if value is not None}
         model = context.model()
         for unit in [*model.units, model]:
-            hp_plugin.fully_shard(unit, mesh=context.mesh, transport="c10d", **given)
+            hp_plugin.fully_shard(unit, mesh=context.mesh, **given)
         self.module = model
         self.optimizer = hp_plugin.HyperAdamW(
             model.parameters(), lr=context.learning_rate, weight_decay=context.weight_decay, fused=True
@@ -42,10 +49,11 @@ class Ours(Variant):
         return [local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def facts(self) -> dict[str, Any]:
-        """Buckets in use, and the engine's counters since the last call, which resets them."""
+        """Transport and buckets in use, and the engine's counters since the last call, which resets them."""
         root = self.root
         counters = root.counters
         facts = {
+            "transport": transport_of(root),
             "buckets": len(root.pipeline.buckets),
             "largest_bucket_bytes": max((bucket.num_bytes for bucket in root.pipeline.buckets), default=0),
             "messages_between_supernodes": counters.all_reduces,
@@ -58,3 +66,8 @@ class Ours(Variant):
 def build_ours(context: Context, options: Options) -> Variant:
     """Ours, with the options of `fully_shard`."""
     return Ours(context, take_options("hyperfsdp", options, **OPTIONS))
+
+
+def build_ours_c10d(context: Context, options: Options) -> Variant:
+    """Ours on the c10d transport, with the options of `fully_shard` otherwise."""
+    return Ours(context, take_options("ours_c10d", {**options, "transport": "c10d"}, **OPTIONS))
