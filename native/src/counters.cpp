@@ -42,6 +42,9 @@ void sleep_while(const uint32_t* word, uint32_t value, int64_t at_most_ns) {
   syscall(SYS_futex, word, FUTEX_WAIT, value, at_most_ns < 0 ? nullptr : &limit, nullptr, 0);
 }
 
+// A century, in microseconds: beyond it, nanoseconds would overflow.
+constexpr int64_t kLongestTimeout = int64_t{100} * 365 * 86400 * 1000000;
+
 bool has_reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
 struct flock byte_lock(int64_t offset) {
@@ -62,6 +65,7 @@ void hp_counter_publish(uint32_t* counter, uint32_t value) {
 
 int32_t hp_counters_wait(const uint32_t* counters, int32_t count, size_t stride, uint32_t target, int64_t timeout_us,
                          int32_t spin) {
+  if (timeout_us > kLongestTimeout) timeout_us = -1;
   int64_t deadline = -1;  // read the clock only once something has to be waited for
   for (int32_t index = 0; index < count; ++index) {
     const auto* word = reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(counters) + index * stride);

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from hp_plugin.core.kernels import accumulate, native
+from hp_plugin.core.kernels import accumulate
 from hp_plugin.errors import ConfigurationError
+from tests.kernels.native_calls import NativeCalls, bits, random
 
 OPERATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "accumulate_scaled_": (accumulate.accumulate_scaled_, accumulate.accumulate_scaled_reference),
@@ -18,38 +19,6 @@ OPERATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 }
 # Odd tails for every vector width, one cache line, and sizes that several threads share unevenly.
 SIZES = (0, 1, 7, 16, 17, 1023, (1 << 19) + 5, (1 << 20) + 16)
-
-
-class NativeCalls:
-    """Stands for the loaded library, passes calls on and counts them."""
-
-    def __init__(self, library: native.NativeLibrary) -> None:
-        self.names: list[str] = []
-        self._library = library
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        self.names.append(name)
-        return getattr(self._library.functions, name)  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def native_calls(native_library: native.NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> NativeCalls:
-    calls = NativeCalls(native_library)
-    library = native.NativeLibrary(native_library.path, native_library.abi_version, native_library.build_info, calls)  # type: ignore[arg-type]
-    monkeypatch.setattr(accumulate, "load_native", lambda: library)
-    return calls
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def random(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -90,6 +59,42 @@ def test_non_finite_values_are_kept(native_calls: NativeCalls, operation: str) -
     assert len(native_calls.names) == 2
 
 
+@pytest.mark.parametrize("alpha", [1.0, 1 / 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_native_cast_to_bfloat16_equals_torch(
+    native_calls: NativeCalls, two_threads: None, size: int, alpha: float
+) -> None:
+    src = random(size, torch.float32, seed=1, offset=1)
+    found, expected = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
+    accumulate.scale_copy_(found, src, alpha)
+    accumulate.scale_copy_reference(expected, src, alpha)
+    assert torch.equal(bits(found), bits(expected))
+    assert native_calls.names == ["hp_scale_copy_f32_bf16"]
+
+
+def test_native_cast_to_bfloat16_rounds_every_pattern_as_torch_does(native_calls: NativeCalls) -> None:
+    # Every upper half (signs, denormals, infinities, NaNs) with lower halves around the tie.
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
+    patterns = (torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16 | lower).flatten()
+    src = torch.where(patterns < 1 << 31, patterns, patterns - (1 << 32)).to(torch.int32).view(torch.float32)
+    found = torch.zeros(src.numel(), dtype=torch.bfloat16)
+    accumulate.scale_copy_(found, src, 1.0)
+    assert native_calls.names == ["hp_scale_copy_f32_bf16"]
+    assert torch.equal(bits(found), bits(src.to(torch.bfloat16)))
+    assert torch.equal(found.isnan(), src.isnan())
+
+
+def test_a_cast_onto_its_own_source_never_reaches_the_native_kernel(native_calls: NativeCalls) -> None:
+    memory = torch.arange(64.0)
+    narrow = memory.view(torch.bfloat16)
+    accumulate.scale_copy_(narrow[:32], memory[32:], 1.0)  # disjoint parts of one storage
+    assert native_calls.names == ["hp_scale_copy_f32_bf16"]
+    assert torch.equal(narrow[:32].float(), torch.arange(32.0, 64.0))
+    with pytest.raises(RuntimeError, match="single memory location|overlap"):
+        accumulate.scale_copy_(narrow[:8], memory[:8], 1.0)  # the same address, two dtypes
+    assert len(native_calls.names) == 1
+
+
 def test_what_the_native_kernel_does_not_cover_is_served_by_torch(native_calls: NativeCalls) -> None:
     dense = random(64, torch.float32, seed=3)
     cases = {
@@ -97,7 +102,9 @@ def test_what_the_native_kernel_does_not_cover_is_served_by_torch(native_calls: 
         "strided source": (torch.zeros(64), random(128, torch.float32, seed=3)[::2]),
         "transposed": (torch.zeros(8, 8), dense.view(8, 8).t()),
         "float16 source": (torch.zeros(64), dense.half()),
-        "bfloat16 destination": (torch.zeros(64, dtype=torch.bfloat16), dense),
+        "bfloat16 destination and source": (torch.zeros(64, dtype=torch.bfloat16), dense.bfloat16()),
+        "float16 destination": (torch.zeros(64, dtype=torch.float16), dense),
+        "strided bfloat16 destination": (torch.zeros(128, dtype=torch.bfloat16)[::2], dense),
         "float64": (torch.zeros(64, dtype=torch.float64), dense.double()),
     }
     for (name, (dst, src)), (operation, (run, _)) in itertools.product(cases.items(), OPERATIONS.items()):
@@ -168,28 +175,3 @@ def test_parameters_are_written_without_being_recorded(native_calls: NativeCalls
 def test_mismatched_operands_are_refused(operation: str, dst: Tensor, src: Tensor) -> None:
     with pytest.raises(ConfigurationError, match="same shape, the same device and a floating-point dtype"):
         OPERATIONS[operation][0](dst, src, 1.0)
-
-
-def test_without_the_library_torch_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = native.NativeStatus(None, "The native library is not installed.")
-    monkeypatch.setattr(accumulate, "load_native", lambda: None)
-    monkeypatch.setattr(accumulate, "native_status", lambda: absent)
-    dst = torch.ones(9)
-    accumulate.accumulate_scaled_(dst, torch.ones(9, dtype=torch.bfloat16), 2.0)
-    assert torch.equal(dst, torch.full((9,), 3.0))
-    choices = accumulate.chosen_kernels()
-    assert {choice.implementation for choice in choices} == {"torch"}
-    assert all(choice.reason == absent.reason for choice in choices if choice.device_type == "cpu")
-
-
-def test_chosen_kernels_lists_every_operation(
-    native_library: native.NativeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = native.NativeStatus(native_library, "The native library was loaded.")
-    monkeypatch.setattr(accumulate, "native_status", lambda: found)
-    choices = {(choice.operation, choice.device_type): choice for choice in accumulate.chosen_kernels()}
-    assert {operation for operation, _ in choices} == set(OPERATIONS)
-    for operation in OPERATIONS:
-        assert choices[operation, "cpu"].implementation == "native"
-        assert native_library.build_info in choices[operation, "cpu"].reason
-        assert choices[operation, "other"].implementation == "torch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +34,55 @@ def test_library_reports_expected_abi_and_its_build(native_library: native.Nativ
 def test_header_and_loader_name_the_same_abi() -> None:
     header = (Path(__file__).resolve().parents[2] / "native" / "hp_native.h").read_text()
     assert f"#define HP_NATIVE_ABI_VERSION {native.EXPECTED_ABI_VERSION}\n" in header
+
+
+C_TYPES = {
+    "void": None,
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "size_t": ctypes.c_size_t,
+    "float": ctypes.c_float,
+    "const char*": ctypes.c_char_p,
+}
+
+
+def declared_functions() -> dict[str, tuple[object, tuple[object, ...]]]:
+    """Of every function in the header: the ctypes of its result and of its arguments."""
+    header = (Path(__file__).resolve().parents[2] / "native" / "hp_native.h").read_text()
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    functions = {}
+    for result, name, arguments in re.findall(r"HP_API ([\w *]+?) ?(hp_\w+)\(([^)]*)\);", header):
+        types = [re.match(r"(.*?)\w+$", argument.strip()).group(1).strip() for argument in arguments.split(",")]  # type: ignore[union-attr]
+        found = () if arguments == "void" else tuple(ctypes.c_void_p if "*" in t else C_TYPES[t] for t in types)
+        functions[name] = (C_TYPES[result], found)
+    return functions
+
+
+def test_the_loader_declares_exactly_the_functions_of_the_header_with_their_types() -> None:
+    declared = declared_functions()
+    assert len(declared) == 15
+    assert declared.pop("hp_abi_version") == (ctypes.c_int32, ())
+    assert declared.pop("hp_build_info") == (ctypes.c_char_p, ())
+    assert declared == native._SIGNATURES
+
+
+def test_the_library_exports_the_functions_of_the_header_and_nothing_else(
+    native_library: native.NativeLibrary,
+) -> None:
+    lister = shutil.which("nm")
+    if lister is None:
+        pytest.skip("No nm to list the symbols with.")
+    listing = subprocess.run(
+        [lister, "-D", "--defined-only", str(native_library.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    # Weak symbols are instances of the C++ library's templates, which every library may carry.
+    symbols = {line.split()[2] for line in listing.splitlines() if line.split()[1] not in "VWwu"}
+    assert symbols == set(declared_functions())
 
 
 def test_first_existing_candidate_is_loaded(native_library: native.NativeLibrary, tmp_path: Path) -> None:
