@@ -6,5 +6,9 @@ from hp_plugin.core.fsdp.root import Root
 
 
 def transport_of(root: Root) -> str:
-    """Name of what moves bytes inside a supernode under `root`: "c10d"; "none" where no unit communicates."""
-    return "c10d" if any(unit.communicates for unit in root.units) else "none"
+    """What moves bytes inside a supernode under `root`: "shm", "c10d", or "none" where no unit communicates.
+
+    It is settled by the first gather of the root.
+    """
+    used = {unit.describe()["transport"] for unit in root.units if unit.communicates}
+    return ", ".join(sorted(used)) or "none"

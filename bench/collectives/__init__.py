@@ -1,0 +1,1 @@
+"""`python -m bench collectives`: all-gather and reduce-scatter inside a supernode, by size and transport."""
