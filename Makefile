@@ -8,13 +8,16 @@ DEMO_FLAGS ?=
 # Options of `make bench`: --quick, --output DIR.
 BENCH_FLAGS ?=
 
-.PHONY: help setup demo test test-full test-compat bench lint clean
+.PHONY: help setup demo test test-full test-compat test-native test-aarch64 sanitize bench lint clean
 
 help:
 	@echo "make demo         train a small GPT over two supernodes, with and without hp_plugin, and compare"
 	@echo "make test         the test suite"
 	@echo "make test-full    the test suite with its large matrices and faults"
 	@echo "make test-compat  the core's tests on Python 3.10 with the oldest supported torch"
+	@echo "make test-native  the C++ tests of the native library, once per instruction set"
+	@echo "make test-aarch64 the same, cross-built for 64-bit Arm and run in emulation (INSTALL=1 installs Debian's tools)"
+	@echo "make sanitize     the same under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer"
 	@echo "make bench        every benchmark, as root; results in bench/results/ (BENCH_FLAGS=--quick for a short run)"
 	@echo "make lint         format, lint, types, import contracts"
 	@echo "make setup        only the environment (VENV=path, default .venv; PYTHON=path forces the interpreter)"
@@ -36,6 +39,16 @@ test-full: setup
 test-compat:
 	@tools/bootstrap.sh setup compat "$(VENV_COMPAT)"
 	"$(VENV_COMPAT)/bin/python" -m pytest tests --ignore=tests/megatron -m "not full"
+
+# These need a C++ compiler alone, and so no environment.
+test-native:
+	@tools/native.sh test
+
+test-aarch64:
+	@tools/native.sh aarch64
+
+sanitize:
+	@tools/native.sh sanitize
 
 bench: setup
 	$(PYTHON_OF_VENV) -m bench all $(BENCH_FLAGS)
