@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,13 +22,21 @@ _PR_SET_PDEATHSIG = 1
 _JOIN_S = 10.0
 
 
-def run_on_loopback(target: Callable[..., Any], *, nprocs: int, timeout_s: float, **kwargs: Any) -> list[Any]:
+def run_on_loopback(
+    target: Callable[..., Any],
+    *,
+    nprocs: int,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
     """Calls `target(**kwargs)` on `nprocs` ranks with a gloo group over loopback and gives their results by rank.
 
     Args:
         target: Function at module level; it finds the default process group made, and one thread per rank.
         nprocs: Number of ranks.
         timeout_s: Limit for the whole run. No rank outlives it, nor this process.
+        environment: Variables that ranks have beside those of this process, from their very start.
         **kwargs: Its arguments, picklable, as must be its result.
 
     Raises:
@@ -43,7 +51,8 @@ def run_on_loopback(target: Callable[..., Any], *, nprocs: int, timeout_s: float
                 ours, theirs = context.Pipe(duplex=False)
                 arguments = (theirs, os.path.join(directory, "store"), rank, nprocs, timeout_s, target, kwargs)
                 process: BaseProcess = context.Process(target=_run_rank, args=arguments, daemon=True)
-                process.start()
+                with _environment(environment or {}):
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 connections.append(ours)
@@ -57,6 +66,21 @@ def run_on_loopback(target: Callable[..., Any], *, nprocs: int, timeout_s: float
                 process.join()
             for connection in connections:
                 connection.close()
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process, which one that is started inherits, for the length of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(connections: list[Connection], deadline: float, timeout_s: float) -> list[Any]:

@@ -40,8 +40,13 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of our `fully_shard` alone."""
-        chosen = {"bucket_bytes": BUCKET_BYTES, "prefetch": self.prefetch, "window": self.window}
+        """Options of our `fully_shard` alone. The formula is that of the c10d transport."""
+        chosen = {
+            "transport": "c10d",
+            "bucket_bytes": BUCKET_BYTES,
+            "prefetch": self.prefetch,
+            "window": self.window,
+        }
         return {key: value for key, value in chosen.items() if value is not None}
 
     def setting(self) -> Setting:
