@@ -16,13 +16,24 @@ from bench.fsdp_step.calibration import most_attempts
 from bench.fsdp_step.job import Job, Result, VariantJob
 from bench.fsdp_step.model import unit_sizes
 from bench.fsdp_step.peers import ABLATIONS, ON_C10D
-from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D, Compute, Options, Run, Settings, Transport, load
+from bench.fsdp_step.settings import (
+    FLOOR,
+    OURS,
+    OURS_ALIASED,
+    OURS_C10D,
+    Compute,
+    Options,
+    Run,
+    Settings,
+    Transport,
+    load,
+)
 from bench.report import Report, say
 from bench.testbed import DelayOption, LinkOption, RanksFailedError, Testbed, parse_rate
 
 _NOMINAL_MBIT = 1000.0  # where no shaped link can be measured, compute is set against a link of this rate
 _START_S = 180.0  # limit for starting and building a set
-_MADE_OF_OURS = frozenset({OURS, OURS_C10D, *ABLATIONS})
+_MADE_OF_OURS = frozenset({OURS, OURS_C10D, OURS_ALIASED, *ABLATIONS})
 _STEP_S = 4.0  # limit for a step at 1 Gbit/s, far above what any takes
 
 TransportOption = Annotated[str, typer.Option("--transport", help="Of ours inside a supernode: auto, c10d or shm.")]
@@ -89,6 +100,8 @@ class Plan:
         """`options` of a variant, with the transport if it is made of ours."""
         if name not in _MADE_OF_OURS:
             return options
+        if name == OURS_ALIASED:
+            return {"transport": "shm", "residence": "aliased", **options}
         return {"transport": "c10d" if name in (OURS_C10D, *ON_C10D) else self.transport, **options}
 
     def execute(self, job: Job) -> Result:

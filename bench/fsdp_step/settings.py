@@ -15,6 +15,8 @@ SWEEP_FILE = Path(__file__).with_name("sweep.json")
 OURS = "hyperfsdp"
 OURS_C10D = "ours_c10d"
 """Ours with the c10d transport, whatever transport ours has."""
+OURS_ALIASED = "ours_aliased"
+"""Ours with shards that are slices of the shared parameters, so on shared memory."""
 FLOOR = "floor"
 MOST_RESIDENT = 5
 """Variants in one set of processes; more would page, and every variant would see another machine."""
@@ -119,7 +121,7 @@ class Settings(_Strict):
         for run in (self.full, self.quick):
             _refuse_unknown("balance", run.balances, known)
             _refuse_unknown("set", run.sets, set(self.sets))
-        for name in (FLOOR, OURS, OURS_C10D):
+        for name in (FLOOR, OURS, OURS_C10D, OURS_ALIASED):
             _refuse_unknown("variant", [name], set(self.variants))
         for members in self.sets.values():
             _refuse_unknown("variant", members, set(self.variants))

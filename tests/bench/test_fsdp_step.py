@@ -12,9 +12,10 @@ from bench.fsdp_step import peers
 from bench.fsdp_step.job import Equality
 from bench.fsdp_step.model import unit_sizes
 from bench.fsdp_step.results import require_equality
-from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D
+from bench.fsdp_step.settings import FLOOR, OURS, OURS_ALIASED, OURS_C10D
 from bench.fsdp_step.traffic import expected_bytes
 from bench.testbed import Testbed, why_unavailable
+from hp_plugin.core.kernels import native_status
 from tests.bench import fsdp_step_programs as programs
 from tests.support.ranks import run_ranks
 
@@ -45,7 +46,9 @@ def run_tiny(names: list[str], compute: str, **kwargs: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compute", ["real", "modelled"])
 def test_torch_peers_and_ablations_compute_the_same_and_wait_the_same(compute: str) -> None:
-    names = [*TORCH_PEERS, OURS_C10D, *peers.ABLATIONS]
+    names = [*TORCH_PEERS, OURS_C10D, OURS_ALIASED, *peers.ABLATIONS]
+    if native_status().library is None:
+        names.remove(OURS_ALIASED)
     result = run_tiny(names, compute, env=programs.ENV, options=OPTIONS)
     equality = equality_of(result)
     assert set(equality) == {FLOOR, OURS, *names}
@@ -62,6 +65,8 @@ def test_torch_peers_and_ablations_compute_the_same_and_wait_the_same(compute: s
     assert facts["torch_ddp"]["gradient_as_bucket_view"] and facts["torch_ddp"]["static_graph"]
     assert facts[OURS_C10D]["transport"] == facts["no_zero_copy"]["transport"] == "c10d"
     assert facts["no_pipeline"]["transport"] == facts[OURS]["transport"]
+    if OURS_ALIASED in names:
+        assert facts[OURS_ALIASED]["transport"] == "shm"
     one = result["rounds"]["c1" if compute == "modelled" else "real"][0]
     assert all(seconds > 0 for seconds in one["times"].values())
     assert set(one["host_cpu"]) == set(one["times"])

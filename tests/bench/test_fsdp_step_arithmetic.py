@@ -14,7 +14,7 @@ from bench.fsdp_step.bound import Schedule, schedule_of
 from bench.fsdp_step.calibration import corrected_layer, drift
 from bench.fsdp_step.job import Job, Result, Round
 from bench.fsdp_step.pace import Pace, wait_until
-from bench.fsdp_step.settings import FLOOR, OURS, OURS_C10D
+from bench.fsdp_step.settings import FLOOR, OURS, OURS_ALIASED, OURS_C10D
 from bench.report import Report
 from tests.bench.fsdp_step_programs import tiny_job
 
@@ -156,6 +156,8 @@ def test_ours_and_its_ablations_have_the_transport_that_is_asked_for(transport: 
     asked = {name: plan.variant(name).options.get("transport") for name in (OURS, "no_pipeline", "no_fused_reduce")}
     assert set(asked.values()) == {transport}
     assert plan.variant(OURS_C10D).options == {**plan.variant(OURS).options, "transport": "c10d"}
+    aliased = {**plan.variant(OURS).options, "transport": "shm", "residence": "aliased"}
+    assert plan.variant(OURS_ALIASED).options == aliased
     assert plan.variant("no_zero_copy").options["transport"] == "c10d"
     assert "transport" not in plan.variant("torch_ddp").options
     assert plan.describe()["transport_asked_for"] == transport

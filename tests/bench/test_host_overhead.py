@@ -45,13 +45,17 @@ def _check_steady_steps(mode: str) -> None:
     from bench.host_overhead.model import Size
     from bench.host_overhead.steady import dtensors_of_a_step
     from bench.host_overhead.variants import Variant, build, fake_ranks, make_input
+    from bench.transports import transport_of
+    from hp_plugin.core.fsdp.root import unit_of
 
     size = Size(layers=2)
     with fake_ranks() as meshes:
         for mesh in meshes:
             for mixed in (False, True):
                 ours = Variant("ours", mesh, mixed)
-                count = dtensors_of_a_step(ours, build(ours, meshes, size), make_input(ours, size), mode=mode)
+                model = build(ours, meshes, size)
+                count = dtensors_of_a_step(ours, model, make_input(ours, size), mode=mode)
+                assert transport_of(unit_of(model).root) == "c10d", "ranks that are not there share no memory"
                 assert (count.total, count.operations) == (0, 0), f"{ours}: {count}"
         peer = Variant("fsdp2", "fsdp_8")
         count = dtensors_of_a_step(peer, build(peer, meshes, size), make_input(peer, size), mode=mode)

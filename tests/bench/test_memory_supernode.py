@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bench.errors import UnavailableError
-from bench.fsdp_step.settings import OURS_C10D, Size, load
+from bench.fsdp_step.settings import OURS_ALIASED, OURS_C10D, Size, load
 from bench.loopback import run_on_loopback
 from bench.memory import command, pss, supernode
 from bench.memory.pss import Sample, Sampler, peak_together, sample
@@ -85,7 +85,7 @@ def test_peak_of_several_supernodes_is_that_of_the_one_with_most() -> None:
 def test_ours_differ_in_the_transport_alone_and_fsdp2_has_the_options_of_the_sweep() -> None:
     settings = load()
     by_name = {entry.name: entry for entry in entries(settings)}
-    assert list(by_name) == ["ours_shm", OURS_C10D, "fsdp2_tuned", "fsdp2"]
+    assert list(by_name) == ["ours_shm", OURS_ALIASED, OURS_C10D, "fsdp2_tuned", "fsdp2"]
     assert by_name["ours_shm"].options == {**by_name[OURS_C10D].options, "transport": "shm"}
     assert by_name["fsdp2_tuned"].options == settings.variants["fsdp2_tuned"].options
     assert by_name["fsdp2"].options == {}
@@ -97,12 +97,14 @@ def test_weights_are_shared_with_shared_memory_and_private_without() -> None:
     size = Size(layers=2, dim=256, heads=4, vocabulary=64, tokens=8)  # 1.6 M parameters, 6.4 MB
     weights = 4 * sum(supernode.unit_sizes(size))
     found = {}
-    for entry in entries(load())[:2]:
+    for entry in entries(load())[:3]:
         lives = run_on_loopback(
             live, nprocs=2, timeout_s=120.0, entry=entry, shape=(1, 2), size=size, steps=Steps(1, 1), layer_s=0.001
         )
         found[entry.name] = peak_of(lives, (1, 2))
-    shared, private = found["ours_shm"], found[OURS_C10D]
+    shared, aliased, private = found["ours_shm"], found[OURS_ALIASED], found[OURS_C10D]
+    assert aliased.transport == "shm"
+    assert weights < aliased.shared < 4 * weights
     assert (shared.transport, private.transport) == ("shm", "c10d")
     assert private.shared < MIB
     assert weights < shared.shared < 4 * weights, "the weights once, and the rings"
@@ -128,6 +130,7 @@ def test_allocators_reach_the_ranks_and_nobody_else() -> None:
 def peaks(ours: int) -> dict[str, Peak]:
     return {
         "ours_shm": Peak(ours, shared=40, baseline=50, transport="shm"),
+        OURS_ALIASED: Peak(80, shared=40, baseline=50, transport="shm"),
         OURS_C10D: Peak(160, shared=0, baseline=60, transport="c10d"),
         "fsdp2_tuned": Peak(200, shared=0, baseline=50),
         "fsdp2": Peak(400, shared=0, baseline=50),
@@ -144,6 +147,10 @@ def test_keys_tell_what_is_compared_and_under_which_conditions() -> None:
         "supernode_pss_vs_fsdp2_default": pytest.approx(110 / 400),
         "supernode_pss_vs_c10d": pytest.approx(110 / 160),
         "supernode_pss_above_baseline_vs_fsdp2": pytest.approx(60 / 150),
+        "supernode_pss_aliased_vs_fsdp2": pytest.approx(80 / 200),
+        "supernode_pss_aliased_vs_fsdp2_default": pytest.approx(80 / 400),
+        "supernode_pss_aliased_vs_c10d": pytest.approx(80 / 160),
+        "supernode_pss_aliased_above_baseline_vs_fsdp2": pytest.approx(30 / 150),
     }
     assert report.quartiles["supernode_pss_vs_fsdp2"] == pytest.approx([105 / 200, 110 / 200, 115 / 200])
     fill(report, (1, 4), supernode.RETURNING, names, rounds)
@@ -152,7 +159,7 @@ def test_keys_tell_what_is_compared_and_under_which_conditions() -> None:
     row = report.rows[0]
     assert (row["case"], row["variant"], row["transport"]) == ("supernode 1x4", "ours_shm", "shm")
     assert (row["pss_mb"], row["baseline_mb"], row["above_baseline_mb"]) == pytest.approx((110e-6, 50e-6, 60e-6))
-    assert len(report.rows) == 12 and len(report.rounds) == 9
+    assert len(report.rows) == 15 and len(report.rounds) == 9
     report.to_json()
 
 

@@ -11,6 +11,7 @@ BUILDERS: dict[str, str] = {
     "floor": "bench.fsdp_step.peers.floor:build_floor",
     "hyperfsdp": "bench.fsdp_step.peers.ours:build_ours",
     "ours_c10d": "bench.fsdp_step.peers.ours:build_ours_c10d",
+    "ours_aliased": "bench.fsdp_step.peers.ours:build_ours_aliased",
     "no_zero_copy": "bench.fsdp_step.ablations:build_no_zero_copy",
     "no_fused_reduce": "bench.fsdp_step.ablations:build_no_fused_reduce",
     "no_pipeline": "bench.fsdp_step.ablations:build_no_pipeline",

@@ -8,13 +8,15 @@ import torch
 
 import hp_plugin
 from bench.fsdp_step.settings import Options
-from bench.fsdp_step.variant import Context, Variant, take_options
+from bench.fsdp_step.variant import Context, PeerUnavailableError, Variant, take_options
 from bench.transports import transport_of
 from hp_plugin.core.fsdp.root import Root, unit_of
+from hp_plugin.core.kernels import native_status
 from hp_plugin.core.layout import local_tensor
 
 OPTIONS: dict[str, Any] = {
     "transport": "auto",
+    "residence": "private",
     "reshard_after_forward": None,
     "bucket_bytes": None,
     "window": None,
@@ -71,3 +73,12 @@ def build_ours(context: Context, options: Options) -> Variant:
 def build_ours_c10d(context: Context, options: Options) -> Variant:
     """Ours on the c10d transport, with the options of `fully_shard` otherwise."""
     return Ours(context, take_options("ours_c10d", {**options, "transport": "c10d"}, **OPTIONS))
+
+
+def build_ours_aliased(context: Context, options: Options) -> Variant:
+    """Ours on shared memory, with shards that are slices of the shared parameters."""
+    status = native_status()
+    if status.library is None:
+        raise PeerUnavailableError(f"shared memory needs the native library: {status.reason.rstrip('.')}")
+    given = {**options, "transport": "shm", "residence": "aliased"}
+    return Ours(context, take_options("ours_aliased", given, **OPTIONS))
