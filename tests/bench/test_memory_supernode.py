@@ -15,6 +15,8 @@ from bench.memory.pss import Sample, Sampler, peak_together, sample
 from bench.memory.supernode import Entry, Life, Peak, Steps, entries, fill, live, peak_of
 from bench.report import Report
 from hp_plugin.core.kernels import native_status
+from tests.support import init_gloo
+from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
 needs_pss = pytest.mark.skipif(pss.why_unavailable() is not None, reason="the kernel keeps no PSS")
@@ -91,17 +93,19 @@ def test_ours_differ_in_the_transport_alone_and_fsdp2_has_the_options_of_the_swe
     assert by_name["fsdp2"].options == {}
 
 
+SIZE = Size(layers=2, dim=256, heads=4, vocabulary=64, tokens=8)  # 1.6 M parameters, 6.4 MB
+
+
+def _live(entry: Entry) -> Life:
+    init_gloo()
+    return live(entry=entry, shape=(1, 2), size=SIZE, steps=Steps(1, 1), layer_s=0.001)
+
+
 @needs_pss
 @needs_native
 def test_weights_are_shared_with_shared_memory_and_private_without() -> None:
-    size = Size(layers=2, dim=256, heads=4, vocabulary=64, tokens=8)  # 1.6 M parameters, 6.4 MB
-    weights = 4 * sum(supernode.unit_sizes(size))
-    found = {}
-    for entry in entries(load())[:3]:
-        lives = run_on_loopback(
-            live, nprocs=2, timeout_s=120.0, entry=entry, shape=(1, 2), size=size, steps=Steps(1, 1), layer_s=0.001
-        )
-        found[entry.name] = peak_of(lives, (1, 2))
+    weights = 4 * sum(supernode.unit_sizes(SIZE))
+    found = {entry.name: peak_of(run_ranks(2, _live, entry=entry), (1, 2)) for entry in entries(load())[:3]}
     shared, aliased, private = found["ours_shm"], found[OURS_ALIASED], found[OURS_C10D]
     assert aliased.transport == "shm"
     assert weights < aliased.shared < 4 * weights
@@ -118,10 +122,10 @@ def _malloc_setting() -> str | None:
 
 
 def test_allocators_reach_the_ranks_and_nobody_else() -> None:
-    for name, expected in ((supernode.GLIBC, None), (supernode.RETURNING, "131072")):
-        variables = supernode.ALLOCATORS[name]
-        assert run_on_loopback(_malloc_setting, nprocs=1, timeout_s=60.0, environment=variables) == [expected]
-        assert _malloc_setting() is None
+    assert supernode.ALLOCATORS[supernode.GLIBC] == {}
+    variables = supernode.ALLOCATORS[supernode.RETURNING]
+    assert run_on_loopback(_malloc_setting, nprocs=1, timeout_s=60.0, environment=variables) == ["131072"]
+    assert _malloc_setting() is None
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
