@@ -37,6 +37,7 @@ class WrapperOptions:
         transport: As in `fully_shard`.
         mode: As in `fully_shard`.
         optimizer_sharding: As in `fully_shard`.
+        deterministic: As in `fully_shard`.
         reduce_dtype: Dtype of the gradient reduction; None follows Megatron's `grad_reduce_in_fp32`.
         random_init: Data-parallel ranks initialised the model differently; rank 0 of each group has the right one.
     """
@@ -50,6 +51,7 @@ class WrapperOptions:
     transport: str = "auto"
     mode: str = "production"
     optimizer_sharding: str = "auto"
+    deterministic: bool = False
     reduce_dtype: torch.dtype | None = None
     random_init: bool = False
 
@@ -72,6 +74,7 @@ def options_from_arguments() -> WrapperOptions:
         transport=args.hyperfsdp_transport,
         mode=args.hyperfsdp_mode,
         optimizer_sharding=args.hyperfsdp_optimizer_sharding,
+        deterministic=args.hyperfsdp_deterministic,
         reduce_dtype=_REDUCE_DTYPES.get(args.hyperfsdp_reduce_dtype),
         random_init=args.data_parallel_random_init,
     )

@@ -50,7 +50,10 @@ class HyperFSDPOptions(BaseModel):
         "that divides the shard size keeps them sharded over that many ranks in between",
     )
     transport: Literal["auto", "shm", "symm_mem", "c10d"] = Field(
-        "auto", title="auto or c10d", description="how bytes move inside a supernode; auto is c10d today"
+        "auto",
+        title="auto, c10d or shm",
+        description="how bytes move inside a supernode: collectives (c10d) or memory that processes of one host share "
+        "(shm); auto is shm on CPU where it is possible, else c10d",
     )
     mode: Literal["production", "validation"] = Field(
         "production", title="production", description="production moves plain tensors"
@@ -78,7 +81,11 @@ class HyperFSDPOptions(BaseModel):
         title="a number of bytes, or 0 for none",
         description="bytes of full parameters gathered ahead of their use; by default those of the largest layer",
     )
-    deterministic: bool = Field(False, title="true or false", description="not available yet")
+    deterministic: bool = Field(
+        False,
+        title="true or false",
+        description="sums in the same order in every run and on every transport, thus the same digits",
+    )
     device: Literal["auto", "cpu"] = Field(
         "auto",
         title="auto or cpu",
@@ -246,7 +253,7 @@ _MUON_ADVICE = "remove the flag and keep Megatron's --optimizer adam."
 
 _UNAVAILABLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     # option: (refused values, or None for any value that is given, what to do instead)
-    "transport": (("shm", "symm_mem"), "use auto or c10d"),
+    "transport": (("symm_mem",), "use auto, c10d or shm"),
     "mode": (("validation",), "use production"),
     "optimizer_sharding": (("shard_replicate",), "use auto or shard"),
     "migrate": (None, "remove the option"),
@@ -258,11 +265,6 @@ def _refuse_unavailable(options: HyperFSDPOptions) -> None:
         value = getattr(options, name)
         if value is not None and (refused is None or value in refused):
             raise UnsupportedError(f"{flag_of(name)} {value} is not available in this release; {advice}.")
-    if options.deterministic:
-        raise UnsupportedError(
-            f"{flag_of('deterministic')} is not available in this release; remove the option. "
-            "Repeated runs on the same ranks already give the same digits with gloo."
-        )
 
 
 def _validated(values: Mapping[str, Any], *, source: str | None) -> HyperFSDPOptions:

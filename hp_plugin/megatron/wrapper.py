@@ -102,6 +102,7 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             transport=options.transport,
             mode=options.mode,
             optimizer_sharding=options.optimizer_sharding,
+            deterministic=options.deterministic,
             bucket_bytes=options.bucket_bytes,
             window=options.window,
             prefetch=options.prefetch,

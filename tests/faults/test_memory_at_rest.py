@@ -1,9 +1,10 @@
-"""After backward nothing is alive but shards and their gradients."""
+"""With collectives, after backward nothing is alive but shards and their gradients."""
 
 from __future__ import annotations
 
 import pytest
 
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 from tests.faults import cases
 from tests.support import run_ranks
 
@@ -16,6 +17,7 @@ def measure(mesh: tuple[int, int], *, reshard: bool, reshard_after_backward: boo
         cases.memory_after_backward,
         replicate=mesh[0],
         shard=mesh[1],
+        env={TRANSPORT_VARIABLE: "c10d"},
         reshard=reshard,
         reshard_after_backward=reshard_after_backward,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 from tests.fsdp.comparison import Record
 from tests.fsdp.training import train_single, train_variants
 from tests.fsdp.variants import Variant
@@ -24,10 +25,12 @@ class Runs:
     Args:
         mesh: (dp_replicate, dp_shard).
         variants: what to train together.
+        transport: how bytes move inside a supernode, for variants of this project.
     """
 
-    def __init__(self, mesh: Mesh, variants: list[Variant]) -> None:
+    def __init__(self, mesh: Mesh, variants: list[Variant], transport: str) -> None:
         self._mesh = mesh
+        self._transport = transport
         self._variants = list(dict.fromkeys(variants))
         self._records: dict[Variant, list[Record]] | None = None
 
@@ -37,7 +40,7 @@ class Runs:
             raise ValueError(f"{variant} is not among the variants of this run: add it where the run is defined.")
         if self._records is None:
             try:
-                self._records = train_on_mesh(self._mesh, self._variants)
+                self._records = train_on_mesh(self._mesh, self._variants, self._transport)
             except RanksFailedError as error:
                 reason = str(error).partition("\n")[0]
                 warnings.warn(
@@ -45,11 +48,11 @@ class Runs:
                 )
                 self._records = {}
         if variant not in self._records:
-            self._records.update(train_on_mesh(self._mesh, [variant]))
+            self._records.update(train_on_mesh(self._mesh, [variant], self._transport))
         return self._records[variant]
 
 
-def train_on_mesh(mesh: Mesh, variants: list[Variant]) -> dict[Variant, list[Record]]:
+def train_on_mesh(mesh: Mesh, variants: list[Variant], transport: str) -> dict[Variant, list[Record]]:
     """Train `variants` one after another in one job; gives one record per replica for each."""
     replicate, shard = mesh
     by_rank = run_ranks(
@@ -58,6 +61,7 @@ def train_on_mesh(mesh: Mesh, variants: list[Variant]) -> dict[Variant, list[Rec
         replicate=replicate,
         shard=shard,
         variants=variants,
+        env={TRANSPORT_VARIABLE: transport},
         timeout=JOB_LIMIT_S + VARIANT_LIMIT_S * len(variants),
     )
     return {

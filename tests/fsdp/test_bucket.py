@@ -8,6 +8,8 @@ from hp_plugin.core.fsdp.bucket import compose
 from tests.fsdp import kept
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 @pytest.mark.parametrize(
     ("sizes", "limit", "counts"),

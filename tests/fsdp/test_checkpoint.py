@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 from tests.fsdp import transfer
 from tests.fsdp.comparison import BFLOAT16, FLOAT32, Record, assert_same_training
+from tests.fsdp.conftest import TRANSPORTS
 from tests.fsdp.runs import Mesh, single_record
 from tests.fsdp.variants import Variant, fsdp2_runs_on, single_process
 from tests.support import run_ranks
@@ -66,16 +68,12 @@ TRANSFERS = [
 TRANSFERS = [each for each in TRANSFERS if each.runs()]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 class Halves:
     """Both halves of every transfer: one job per source mesh, then one per target mesh."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, transport: str) -> None:
         self._directory = directory
+        self._transport = transport
 
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
     def saved(self, mesh: Mesh) -> dict[Transfer, list[transfer.Part]]:
@@ -94,13 +92,14 @@ class Halves:
     def _run(
         self, fn: object, mesh: Mesh, transfers: list[Transfer], jobs: list[object]
     ) -> dict[Transfer, list[transfer.Part]]:
-        by_rank = run_ranks(mesh[0] * mesh[1], fn, replicate=mesh[0], shard=mesh[1], jobs=jobs, timeout=180.0)
+        env = {TRANSPORT_VARIABLE: self._transport}
+        by_rank = run_ranks(mesh[0] * mesh[1], fn, replicate=mesh[0], shard=mesh[1], jobs=jobs, env=env, timeout=180.0)
         return {each: [parts[index] for parts in by_rank] for index, each in enumerate(transfers)}
 
 
-@pytest.fixture(scope="module")
-def halves(directory: Path) -> Halves:
-    return Halves(directory)
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    return Halves(tmp_path_factory.mktemp("checkpoints"), request.param)
 
 
 @pytest.mark.parametrize("each", TRANSFERS, ids=str)

@@ -14,6 +14,8 @@ from hp_plugin import MixedPrecisionPolicy
 from tests.fsdp.twins import batch, make_mesh, pair
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 def threads_that_count(replicate: int, shard: int) -> set[str]:
     """Names of the threads that change the counters of a root: `+=` of two threads at once loses one of them."""

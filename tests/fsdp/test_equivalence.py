@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from tests.fsdp.comparison import FLOAT32, Record, assert_same_mixed_training, assert_same_training
+from tests.fsdp.conftest import TRANSPORTS
 from tests.fsdp.runs import Mesh, Runs, single_record
 from tests.fsdp.variants import (
     MESHES,
@@ -35,10 +37,19 @@ def name(value: object) -> str:
 
 
 @functools.cache
-def usual_runs(mesh: Mesh) -> Runs:
-    variants = usual_variants(mesh)
-    variants += [fsdp2(v, mesh) for m, v in WITH_FSDP2 if m == mesh] + [ddp(v) for m, v in WITH_DDP if m == mesh]
-    return Runs(mesh, variants)
+def usual_runs(mesh: Mesh, transport: str) -> Runs:
+    return Runs(mesh, usual_variants(mesh), transport)
+
+
+@functools.cache
+def runs_of_torch(mesh: Mesh) -> Runs:
+    variants = [fsdp2(v, mesh) for m, v in WITH_FSDP2 if m == mesh] + [ddp(v) for m, v in WITH_DDP if m == mesh]
+    return Runs(mesh, variants, "c10d")
+
+
+def on_every_transport(cases: list[tuple[Mesh, Variant]]) -> list[tuple[Mesh, Variant, str]]:
+    """Where the shard group has one rank, nothing moves inside a supernode."""
+    return [(mesh, v, transport) for mesh, v in cases for transport in (TRANSPORTS if mesh[1] > 1 else TRANSPORTS[:1])]
 
 
 def assert_all_replicas_equal(records: list[Record], reference: Record, *, replicas: int, mixed: bool) -> None:
@@ -51,32 +62,47 @@ def assert_all_replicas_equal(records: list[Record], reference: Record, *, repli
 
 
 @pytest.mark.timeout(600)  # the first test of a mesh trains all its variants
-@pytest.mark.parametrize(("mesh", "variant"), USUAL, ids=name)
-def test_equals_one_process(mesh: Mesh, variant: Variant) -> None:
-    records = usual_runs(mesh).records(variant)
+@pytest.mark.parametrize(("mesh", "variant", "transport"), on_every_transport(USUAL), ids=name)
+def test_equals_one_process(mesh: Mesh, variant: Variant, transport: str) -> None:
+    records = usual_runs(mesh, transport).records(variant)
     reference = single_record(single_process(variant, mesh))
     assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
 
 
-@pytest.mark.parametrize(("mesh", "variant"), WITH_FSDP2, ids=name)
-def test_equals_torch_fsdp2(mesh: Mesh, variant: Variant) -> None:
-    records = usual_runs(mesh).records(variant)
-    reference = usual_runs(mesh).records(fsdp2(variant, mesh))[0]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("mesh", "variant", "transport"), on_every_transport(WITH_FSDP2), ids=name)
+def test_equals_torch_fsdp2(mesh: Mesh, variant: Variant, transport: str) -> None:
+    records = usual_runs(mesh, transport).records(variant)
+    reference = runs_of_torch(mesh).records(fsdp2(variant, mesh))[0]
     assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
 
 
-@pytest.mark.parametrize(("mesh", "variant"), WITH_DDP, ids=name)
-def test_equals_ddp(mesh: Mesh, variant: Variant) -> None:
-    records = usual_runs(mesh).records(variant)
-    reference = usual_runs(mesh).records(ddp(variant))[0]
+@pytest.mark.parametrize(("mesh", "variant", "transport"), on_every_transport(WITH_DDP), ids=name)
+def test_equals_ddp(mesh: Mesh, variant: Variant, transport: str) -> None:
+    records = usual_runs(mesh, transport).records(variant)
+    reference = runs_of_torch(mesh).records(ddp(variant))[0]
     assert_all_replicas_equal(records, reference, replicas=mesh[0], mixed=variant.mixed)
+
+
+@pytest.mark.parametrize(("mesh", "variant"), [(m, v) for m, v in USUAL if m[1] > 1], ids=name)
+def test_transports_give_the_same_bits(mesh: Mesh, variant: Variant) -> None:
+    """Sums are formed in rank order on both. Two replicas add up to the same whatever is in a message."""
+    first, second = (usual_runs(mesh, transport).records(variant)[0] for transport in TRANSPORTS)
+    assert first.losses == second.losses
+    assert first.norms == second.norms
+    for quantity in ("gradients", "weights"):
+        for step, (a, b) in enumerate(zip(getattr(first, quantity), getattr(second, quantity))):
+            assert a.keys() == b.keys()
+            for key, value in a.items():
+                assert torch.equal(value, b[key]), f"{quantity} of {key} in step {step}"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("mesh", "model"), EVERY, ids=name)
-def test_every_combination_equals_one_process(mesh: Mesh, model: str) -> None:
-    runs = Runs(mesh, every_variant(model))
+def test_every_combination_equals_one_process(mesh: Mesh, model: str, transport: str) -> None:
+    runs = Runs(mesh, every_variant(model), transport)
     problems = []
     for variant in every_variant(model):
         reference = single_record(single_process(variant, mesh))

@@ -2,8 +2,8 @@
 
 1. Fp32 losses, norms and weights are those of stock data parallelism: here over 12 steps; over 2 for every combination
    of options in `test_equivalence`.
-2. After backward everything is resharded and no full tensor is alive: `public_bugs/test_recompute`, and
-   `twins.assert_at_rest` in all behaviour tests.
+2. After backward everything is resharded, and with collectives no full tensor is alive: `public_bugs/test_recompute`,
+   and `twins.assert_at_rest` in all behaviour tests.
 3. Exact counts: copies and traffic in `test_invariants_counts`, collectives in `public_bugs/test_recompute` and
    `public_bugs/test_host`, DTensors in the latter.
 4. Every rank enters every collective in the same order: `test_invariants_order`.
@@ -35,6 +35,8 @@ from tests.fsdp.twins import assert_at_rest, make_mesh
 from tests.fsdp.variants import Variant
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 def name(mesh: tuple[int, int]) -> str:
     return f"{mesh[0]}x{mesh[1]}"
@@ -46,9 +48,9 @@ LONG = Tolerance(loss=2e-6, norm=2e-6, gradient=2e-5, weight=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)], ids=name)
-def test_twelve_steps_equal_stock_data_parallelism(mesh: tuple[int, int]) -> None:
+def test_twelve_steps_equal_stock_data_parallelism(mesh: tuple[int, int], transport: str) -> None:
     ours, theirs = Variant(steps=12), Variant(backend="ddp", steps=12)
-    records = train_on_mesh(mesh, [ours, theirs])
+    records = train_on_mesh(mesh, [ours, theirs], transport)
     assert len(records[ours]) == mesh[0]
     for record in records[ours]:
         assert_same_training(record, records[theirs][0], LONG)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from hp_plugin import HyperAdamW, MixedPrecisionPolicy, clip_grad_norm_
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 from hp_plugin.core.fsdp.root import unit_of
 from hp_plugin.core.topology import Topology, TrafficRecorder
 from tests.fsdp.public_bugs.towers import Tower, shard
@@ -163,6 +164,17 @@ def expected_writes(configuration: Configuration, mesh: tuple[int, int], rank: i
     return +total
 
 
+def expected_in_shared_memory(configuration: Configuration, mesh: tuple[int, int], rank: int, micro: int) -> int:
+    """Bytes that micro-batch number `micro` of `MICRO` copies where ranks share memory.
+
+    What `Counters.copied_bytes` says: native kernels write past dispatch, and without them there is no shared memory.
+    """
+    crosses = MICRO[micro][0]
+    layers, root = formulas(configuration, shard_size=mesh[1], rank=rank)
+    moves = sum(unit.publish() + unit.write_into_ring() for unit in (*layers, root))
+    return moves + sum(unit.cross()["moves"] for unit in (*layers, root)) * (crosses and mesh[0] > 1)
+
+
 def expected_traffic(configuration: Configuration, mesh: tuple[int, int], micro: int) -> tuple[float, float]:
     """Bytes that a rank sends to its own supernode and to others."""
     layers, root = formulas(configuration, shard_size=mesh[1], rank=0)
@@ -197,4 +209,24 @@ def test_copies_and_messages_of_every_micro_batch_follow_the_formula(mesh: tuple
                 ]
             if seen[-1]["moved by the optimizer"]:
                 problems.append(f"rank {rank}, {key}: the optimizer runs {seen[-1]}")
+    assert not problems, "\n".join(problems[:30])
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_copies_in_shared_memory_follow_the_formula(mesh: tuple[int, int]) -> None:
+    names = list(CONFIGURATIONS)
+    env = {TRANSPORT_VARIABLE: "shm"}
+    results = run_ranks(mesh[0] * mesh[1], observe, env=env, replicate=mesh[0], shard_size=mesh[1], names=names)
+    problems = []
+    for rank, by_name in enumerate(results):
+        for key, seen in by_name.items():
+            for micro, found in enumerate(seen[:-1]):
+                counted = expected_in_shared_memory(CONFIGURATIONS[key], mesh, rank % mesh[1], micro)
+                inter = expected_traffic(CONFIGURATIONS[key], mesh, micro)[1]
+                expected = {"counted": counted, "intra": 0, "inter": inter}
+                problems += [
+                    f"rank {rank}, {key}, micro-batch {micro}: {what} {found[what]}, not {value}"
+                    for what, value in expected.items()
+                    if found[what] != value
+                ]
     assert not problems, "\n".join(problems[:30])

@@ -94,7 +94,7 @@ def watch_uses(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-def test_ranks_agree_on_every_collective(mesh: tuple[int, int]) -> None:
+def test_ranks_agree_on_every_collective(mesh: tuple[int, int], transport: str) -> None:
     results = run_ranks(mesh[0] * mesh[1], train_with_branches, replicate=mesh[0], shard=mesh[1])
     assert len({repr(unused) for _, unused, _ in results}) > 1, "all ranks took the same branches"
     groups: dict[tuple[int, ...], list[list[Collective]]] = {}
@@ -106,7 +106,7 @@ def test_ranks_agree_on_every_collective(mesh: tuple[int, int]) -> None:
         sent |= sent_here
         received |= received_here
     assert groups
-    assert bool(sent) == (mesh[1] > 1)
+    assert bool(sent) == (mesh[1] > 1 and transport == "c10d")
     assert sent == received
     for group, logs in groups.items():
         assert len(logs) == len(group), f"{group}: a member entered no collective of it"

@@ -174,22 +174,22 @@ def bf16_compute() -> None:
 
 
 @pytest.mark.parametrize("rank_dim", ["rows", "columns"])
-def test_gradients_are_those_of_plain_pytorch(rank_dim: str) -> None:
+def test_gradients_are_those_of_plain_pytorch(rank_dim: str, transport: str) -> None:
     run_ranks(4, values, rank_dim=rank_dim)
 
 
 @pytest.mark.parametrize("kind", ["none", "reentrant"])
-def test_several_forwards_share_what_is_kept(kind: str) -> None:
+def test_several_forwards_share_what_is_kept(kind: str, transport: str) -> None:
     run_ranks(4, several_forwards, kind=kind)
 
 
-def test_what_is_kept_is_never_used_for_another_forward() -> None:
+def test_what_is_kept_is_never_used_for_another_forward(transport: str) -> None:
     run_ranks(4, weights_that_change_without_a_backward)
 
 
-def test_the_setting_may_change_between_steps() -> None:
+def test_the_setting_may_change_between_steps(transport: str) -> None:
     run_ranks(4, a_setting_that_changes)
 
 
-def test_bf16_parts_hold_the_same_bits() -> None:
+def test_bf16_parts_hold_the_same_bits(transport: str) -> None:
     run_ranks(4, bf16_compute)

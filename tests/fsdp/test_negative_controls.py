@@ -30,7 +30,7 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
 
 @functools.cache
 def runs() -> Runs:
-    return Runs(MESH, [SOUND, *map(faulty, EXPECTED)])
+    return Runs(MESH, [SOUND, *map(faulty, EXPECTED)], "shm")
 
 
 def faulty(fault: str) -> Variant:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fsdp import recorded
 from tests.support import run_ranks
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "schedule.md"
 

@@ -7,6 +7,8 @@ import pytest
 from tests.fsdp import behaviour, behaviour_setup
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 MESHES = [(1, 2), (2, 1), (2, 2)]
 
 

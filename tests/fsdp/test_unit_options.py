@@ -37,13 +37,11 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("transport", "shm"),
         ("transport", "symm_mem"),
         ("mode", "validation"),
         ("optimizer_sharding", "shard_replicate"),
         ("offload_policy", CPUOffloadPolicy()),
         ("offload_policy", TorchCPUOffloadPolicy()),
-        ("deterministic", True),
     ],
 )
 def test_an_option_that_is_not_built_is_refused_by_name(mesh: DeviceMesh, option: str, value: Any) -> None:

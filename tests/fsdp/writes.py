@@ -168,6 +168,15 @@ class UnitFormula:
         moved += sum(p.own + p.numel for p in self.pack)
         return Counter(moves=moved * self.dtypes.compute.itemsize)
 
+    def publish(self) -> int:
+        """Bytes that a rank writes into shared memory for a forward."""
+        return sum(p.own for p in (*self.singles, *self.pack)) * self.dtypes.compute.itemsize
+
+    def write_into_ring(self) -> int:
+        """Bytes copied to make the operands of a reduction in shared memory: singles whole, packs as elsewhere."""
+        alone = sum(p.numel for p in self.singles) * self.dtypes.sums.itemsize
+        return alone + UnitFormula(self.pack, self.dtypes).reduce()["moves"] if self.pack else alone
+
     def reduce(self) -> Counter[str]:
         """Writes of one reduce-scatter: making its operands, and adding up what arrives."""
         size = self.dtypes.sums.itemsize

@@ -59,20 +59,21 @@ def test_sizes_of_buckets_and_prefetch_reach_the_options() -> None:
         "--hyperfsdp-window", "3",
         "--hyperfsdp-prefetch", "0",
         "--hyperfsdp-reshard-after-forward", "2",
+        "--hyperfsdp-transport", "shm",
+        "--hyperfsdp-deterministic",
     )  # fmt: skip
     found = (options.bucket_bytes, options.window, options.prefetch, options.reshard_after_forward)
     assert found == (1000, 3, 0, 2)
+    assert (options.transport, options.deterministic) == ("shm", True)
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--hyperfsdp-transport", "shm"], "--hyperfsdp-transport shm"),
         (["--hyperfsdp-transport", "symm_mem"], "--hyperfsdp-transport symm_mem"),
         (["--hyperfsdp-mode", "validation"], "--hyperfsdp-mode validation"),
         (["--hyperfsdp-optimizer-sharding", "shard_replicate"], "--hyperfsdp-optimizer-sharding shard_replicate"),
         (["--hyperfsdp-migrate", "observe"], "--hyperfsdp-migrate observe"),
-        (["--hyperfsdp-deterministic"], "--hyperfsdp-deterministic"),
         (["--use-hypermuon"], "--use-hypermuon"),
     ],
 )
@@ -89,7 +90,7 @@ def test_values_that_are_not_built_yet_are_refused_by_name(words: list[str], wha
         (["--hyperfsdp-supernode-size", "0"], "--hyperfsdp-supernode-size is '0'; expected auto or a positive"),
         (["--hyperfsdp-supernode-size", "two"], "--hyperfsdp-supernode-size is 'two'"),
         (["--hyperfsdp-shard-size", "-1"], "--hyperfsdp-shard-size is '-1'"),
-        (["--hyperfsdp-transport", "tcp"], "--hyperfsdp-transport is 'tcp'; expected auto or c10d"),
+        (["--hyperfsdp-transport", "tcp"], "--hyperfsdp-transport is 'tcp'; expected auto, c10d or shm"),
         (["--hyperfsdp-reduce-dtype", "fp16"], "--hyperfsdp-reduce-dtype is 'fp16'"),
         (["--hyperfsdp-reshard-after-forward", "maybe"], "--hyperfsdp-reshard-after-forward is 'maybe'"),
         (["--hyperfsdp-reshard-after-forward", "0"], "--hyperfsdp-reshard-after-forward is '0'"),
@@ -159,8 +160,8 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_unavailable_values_in_a_file_are_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--hyperfsdp-transport shm is not available"):
-        resolved("--hyperfsdp-config", config(tmp_path, "transport: shm"))
+    with pytest.raises(UnsupportedError, match="--hyperfsdp-transport symm_mem is not available"):
+        resolved("--hyperfsdp-config", config(tmp_path, "transport: symm_mem"))
 
 
 class TestRequestedDevice:

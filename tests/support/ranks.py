@@ -233,7 +233,7 @@ def run_ranks(
         kwargs=kwargs,
         nprocs=nprocs,
         timeout_s=timeout,
-        environment=dict(env or {}),
+        environment={**_chosen_by_the_test(), **(env or {})},
         directory=session.new_directory(),
     )
     try:
@@ -247,6 +247,11 @@ def run_ranks(
         return [pickle.loads(case.result_path(rank).read_bytes()) for rank in range(nprocs)]
     finally:
         shutil.rmtree(case.directory, ignore_errors=True)
+
+
+def _chosen_by_the_test() -> dict[str, str]:
+    """Variables of this package: a zygote has those of the time when it was started."""
+    return {name: value for name, value in os.environ.items() if name in ("HP_TRANSPORT", "HP_NATIVE_LIBRARY")}
 
 
 def _report(case: Case, outcome: Outcome, rank: int) -> RankReport:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hp_plugin.core.transport import C10dTransport, all_reduce_sum, lane_of
+from hp_plugin.core.transport.messages import PendingOrderedSum
 from tests.support import init_gloo, run_ranks
 
 LENGTHS = [1, 7, 4096]
@@ -51,6 +52,26 @@ def reduce_scatter_twice(dtype: torch.dtype) -> dict[str, bool]:
 def test_reduce_scatter_sums_slices_in_one_order(ranks: int, dtype: torch.dtype) -> None:
     for found in run_ranks(ranks, reduce_scatter_twice, dtype=dtype):
         assert all(found.values()), found
+
+
+def sums_in_rank_order(dtype: torch.dtype) -> bool:
+    """The exchange for back ends that add up in an order of their own, against messages."""
+    init_gloo()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    inputs = [operand_of(rank, length, dtype, ranks) for length in LENGTHS]
+    expected, found = ([torch.empty(length, dtype=dtype) for length in LENGTHS] for _ in range(2))
+    C10dTransport(group).reduce_scatter(expected, inputs).wait()
+    pending = PendingOrderedSum(found, inputs, group)
+    pending.wait()
+    pending.wait()
+    return all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_ordered_sum_has_the_bits_of_messages(dtype: torch.dtype) -> None:
+    assert all(run_ranks(4, sums_in_rank_order, dtype=dtype))
 
 
 def gather_in_place() -> bool:

@@ -41,6 +41,7 @@ def fully_shard(
     window: int | None = None,
     prefetch: int | None = None,
     deterministic: bool = False,
+    residence: Literal["private", "aliased"] = "private",
 ) -> ModulesT:
     """Shards the parameters of `module` over the fast tier of a mesh and keeps them in step over the slow one.
 
@@ -64,7 +65,9 @@ def fully_shard(
         mp_policy: Dtypes.
         offload_policy: Only the default, which offloads nothing.
         ignored_params: Parameters to leave alone.
-        transport: How bytes move inside a supernode. "auto" is "c10d" for now, the only one built.
+        transport: How bytes move inside a supernode: "c10d", collectives of the process group, or "shm", memory that
+            processes of one host share. "auto": shm on CPU where the shard group is on one host and the native library
+            is there, else c10d; the environment variable HP_TRANSPORT overrides it. Holds for everything under a root.
         mode: "production" is the only one built.
         optimizer_sharding: What is sharded of the optimizer's state. "auto" is "shard" for now, the only one built.
         bucket_bytes: Bytes of sharded gradient per message between supernodes: units are put into buckets in reverse
@@ -75,7 +78,14 @@ def fully_shard(
             waits. None: 2.
         prefetch: How many bytes of full parameters may be gathered ahead of their use. At least one unit is, unless it
             is 0: then none. None: as many as the largest unit inside the root has.
-        deterministic: Not built.
+        deterministic: The same run gives the same bits every time and on every transport: sums inside a supernode are
+            formed in rank order, and `bucket_bytes` does not follow the measured link. Holds for everything under a
+            root.
+
+        residence: Where this unit's shards live when ranks share memory. "private": in memory of the rank, from where
+            they are written into the shared parameters before each forward. "aliased": a shard is the slice of the
+            shared parameter, which saves that copy and its memory; it needs one dtype for both, shards on dim 0, and
+            HyperAdamW. Refused where memory is not shared.
 
     Returns:
         `module`, which is an `FSDPModule` from now on.
@@ -86,9 +96,14 @@ def fully_shard(
         ConfigurationError: For a mesh that is neither 1-D nor 2-D, a module sharded twice, a dim that does not exist,
             or a number out of range.
     """
-    _refuse_unbuilt(transport, mode, optimizer_sharding)
-    _refuse_given(deterministic=deterministic or None)
-    options = RootOptions(bucket_bytes=bucket_bytes, window=window, prefetch=prefetch)
+    _refuse_unbuilt(transport, mode, optimizer_sharding, residence)
+    options = RootOptions(
+        bucket_bytes=bucket_bytes,
+        window=window,
+        prefetch=prefetch,
+        transport=None if transport == "auto" else transport,
+        deterministic=deterministic or None,
+    )
     refuse_offload(offload_policy)
     policy = MixedPrecisionPolicy.adopt(mp_policy)
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
@@ -114,6 +129,7 @@ def fully_shard(
         policy=policy,
         options=options,
         reshard_after_forward=reshard,
+        residence=residence,
     )
     for each in modules:
         install_unit(each, unit)
@@ -121,10 +137,11 @@ def fully_shard(
     return module
 
 
-def _refuse_unbuilt(transport: str, mode: str, optimizer_sharding: str) -> None:
+def _refuse_unbuilt(transport: str, mode: str, optimizer_sharding: str, residence: str) -> None:
     choices = (
-        ("transport", transport, ("auto", "c10d"), ("shm", "symm_mem")),
+        ("transport", transport, ("auto", "c10d", "shm"), ("symm_mem",)),
         ("mode", mode, ("production",), ("validation",)),
+        ("residence", residence, ("private", "aliased"), ()),
         ("optimizer_sharding", optimizer_sharding, ("auto", "shard"), ("shard_replicate",)),
     )
     for option, value, built, planned in choices:
@@ -133,12 +150,6 @@ def _refuse_unbuilt(transport: str, mode: str, optimizer_sharding: str) -> None:
         if value in planned:
             raise UnsupportedError(f'{option}="{value}" is not supported yet; use {option}="{built[0]}"')
         raise ConfigurationError(f'{option}="{value}" is unknown; expected one of {", ".join((*built, *planned))}')
-
-
-def _refuse_given(**options: int | bool | None) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise UnsupportedError(f"{option}={value} is not supported yet; leave {option} out instead")
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class UnitHooks:
     def _reshard_for_state_dict(self, hook: str) -> None:
         if self.unit.has_root:
             self.unit.reshard(hook)
+            self.unit.announce_update()  # what is loaded, or written through a state dict, is written in place
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -63,6 +65,8 @@ class UnitHooks:
         self._recomputing.append(unit.phase is Phase.BACKWARD)
         if self._recomputing[-1]:
             return args, kwargs
+        if is_in_backward() and unit.epoch > 0:
+            unit.check_epoch(unit.epoch, "recomputation")
         unit.forward_depth += 1
         unit.unshard("pre-forward")
         unit.wait_for_unshard("pre-forward")
@@ -129,8 +133,9 @@ class UnitHooks:
 
     def _watch_outputs(self, output: Any) -> bool:
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        hook = functools.partial(self._pre_backward, self.unit.epoch)
         for tensor in watched:
-            tensor.register_hook(self._pre_backward)
+            tensor.register_hook(hook)
         if not watched:
             opaque = opaque_in(output)
             if opaque is not None:
@@ -143,10 +148,11 @@ class UnitHooks:
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, _gradient: torch.Tensor) -> None:
+    def _pre_backward(self, epoch: int, _gradient: torch.Tensor) -> None:
         unit = self.unit
         root = unit.root
         root.open_backward()
+        unit.check_epoch(epoch, "pre-backward")
         unit.unshard("pre-backward")
         unit.wait_for_unshard("pre-backward")
         is_entered = unit.phase is Phase.BACKWARD  # by the gradient of another output

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hp_plugin.core.fsdp.counters import Counters
-from hp_plugin.core.fsdp.parameter import ShardedParameter
+from hp_plugin.core.fsdp.parameter import ShardedParameter, install_fulls, install_shards
 from hp_plugin.core.fsdp.slot import aligned_offsets
 
 PACK_BYTES = 64 * 1024
@@ -100,23 +100,11 @@ class Operand(abc.ABC):
 
     def finish_refill(self) -> None:
         """Puts the refilled full tensors into the modules."""
-        self._install_full()
-
-    def _install_full(self) -> None:
-        """Puts the full parameters into the modules."""
-        for module, attribute, parameter in self._places:
-            full = parameter.full
-            assert full is not None
-            if full.requires_grad != parameter.sharded.requires_grad:
-                full.requires_grad_(parameter.sharded.requires_grad)
-            # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing
-            # we need.
-            module._parameters[attribute] = full
+        install_fulls(self._places)
 
     def release_full(self) -> None:
         """Puts the shards back into the modules and frees the full tensors. Keeps their `.grad`."""
-        for module, attribute, parameter in self._places:
-            module._parameters[attribute] = parameter.sharded
+        install_shards(self._places)
         if self._storage is not None:
             self._storage.resize_(0)
 
@@ -140,7 +128,12 @@ class Operand(abc.ABC):
 
     @abc.abstractmethod
     def reduction_operand(
-        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Full gradients as the input of a reduce-scatter. Call under `torch.no_grad()`.
 
@@ -148,9 +141,10 @@ class Operand(abc.ABC):
             gradients: One per parameter, of its full shape and any dtype; None stands for zeros.
             dtype: Dtype of the result.
             counters: Where copies are counted.
+            out: Where the result is to be written. None: it may share memory with a gradient.
 
         Returns:
-            Contiguous, 1-D, group size times `slot_numel` elements. May share memory with a gradient.
+            Contiguous, 1-D, group size times `slot_numel` elements; `out` where it is given.
         """
 
 
@@ -204,7 +198,7 @@ class Single(Operand):
                 target.copy_(source)
             counters.copied_bytes += parameter.slot.numel * self.dtype.itemsize
             self._staging = None
-        self._install_full()
+        install_fulls(self._places)
 
     def release_full(self) -> None:
         """As `Operand.release_full`; drops a staging tensor of a gather that was not finished."""
@@ -216,10 +210,15 @@ class Single(Operand):
         self._parameter.bind_full(buffer.narrow(0, 0, slot.numel).view(slot.shape))
 
     def reduction_operand(
-        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient itself where dtype, strides and evenness allow, else one copy."""
-        return self._parameter.reduction_operand(gradients[0], dtype, counters)
+        """The gradient itself where dtype, strides and evenness allow and it may stay, else one copy."""
+        return self._parameter.reduction_operand(gradients[0], dtype, counters, out=out)
 
 
 class Pack(Operand):
@@ -286,7 +285,7 @@ class Pack(Operand):
         torch._foreach_copy_(*self._copy_out)
         counters.copied_bytes += self._numel * self.dtype.itemsize
         self._release_packed()
-        self._install_full()
+        install_fulls(self._places)
 
     def release_full(self) -> None:
         """As `Operand.release_full`; drops the packed tensor of a gather that was not finished."""
@@ -303,7 +302,12 @@ class Pack(Operand):
             parameter.bind_full(buffer.narrow(0, start, slot.numel).view(slot.shape))
 
     def reduction_operand(
-        self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, counters: Counters
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The slots of all gradients side by side: one copy, where a gradient is missing or on an inner dim two."""
         size = self._info.shard_size
@@ -317,8 +321,11 @@ class Pack(Operand):
             # There a cast inside `_chunk_cat` takes three times as long as one after it.
             packed = torch._chunk_cat(present, 0, size)
             counters.copied_bytes += packed.numel() * (packed.dtype.itemsize + dtype.itemsize)
-            return packed.to(dtype).view(-1)
-        packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
+            return packed.to(dtype).view(-1) if out is None else out.copy_(packed.view(-1))
+        if out is None:
+            packed = torch.empty((size, self.slot_numel), dtype=dtype, device=self._info.device)
+        else:
+            packed = out.view(size, self.slot_numel)
         counters.copied_bytes += packed.numel() * dtype.itemsize
         if is_complete:
             torch._chunk_cat(present, 0, size, out=packed)  # pads with zeros and casts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from hp_plugin.errors import ConfigurationError
 
@@ -16,11 +17,15 @@ class RootOptions:
         bucket_bytes: Bytes of sharded gradient per message between supernodes, at least 1.
         window: Gradient buckets that may wait for the slow link beside `.grad`, at least 1.
         prefetch: Bytes of full parameters that may be gathered ahead of their use; 0: nothing is.
+        transport: "c10d" or "shm".
+        deterministic: Whether the same run gives the same bits on every transport.
     """
 
     bucket_bytes: int | None = None
     window: int | None = None
     prefetch: int | None = None
+    transport: str | None = None
+    deterministic: bool | None = None
 
     def __post_init__(self) -> None:
         for option, least in (("bucket_bytes", 1), ("window", 1), ("prefetch", 0)):
@@ -42,7 +47,7 @@ class RootOptions:
         Raises:
             ConfigurationError: If two units name different values.
         """
-        chosen: dict[str, tuple[str, int]] = {}
+        chosen: dict[str, tuple[str, Any]] = {}
         for name, options in given:
             for option in (field.name for field in fields(cls)):
                 value = getattr(options, option)
@@ -51,7 +56,7 @@ class RootOptions:
                 first, earlier = chosen.setdefault(option, (name, value))
                 if earlier != value:
                     raise ConfigurationError(
-                        f"unit {first} has {option}={earlier} and unit {name} has {option}={value}, but they share a "
-                        "root and the option holds for all of it; give one value, to all units or to the root alone"
+                        f"unit {first} has {option}={earlier!r} and unit {name} has {option}={value!r}, but they share "
+                        "a root and the option holds for all of it; give one value, to all units or to the root alone"
                     )
         return cls(**{option: value for option, (_, value) in chosen.items()})

@@ -117,6 +117,8 @@ class ShardedParameter:
         """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
         self.full: nn.Parameter | None = None
         """What the modules hold while the unit is unsharded; exists from the first gather on."""
+        self.full_is_shared = False
+        """Whether the full tensor lies in memory that the ranks of the shard group share."""
         self._aliased_shard: torch.Tensor | None = None
         for module, attribute in owners:
             module._parameters[attribute] = self.sharded
@@ -148,6 +150,12 @@ class ShardedParameter:
         local = self.sharded._local_tensor  # type: ignore[attr-defined]  # read anew each time: `to_empty` swaps it inside the same Parameter
         assert isinstance(local, torch.Tensor)
         return local
+
+    def look_for_replacement(self) -> None:
+        """Calls `adopt_replacement` where the module holds another object than the sharded parameter."""
+        module, attribute = self.owners[0]
+        if module._parameters[attribute] is not self.sharded:
+            self.adopt_replacement()
 
     def adopt_replacement(self) -> None:
         """Takes over a Parameter that replaced the sharded one (`load_state_dict(assign=True)`).
@@ -200,7 +208,9 @@ class ShardedParameter:
     @property
     def full_is_alive(self) -> bool:
         """Whether the full tensor holds memory of its own."""
-        return self.full is not None and not self.is_alias and self.full.untyped_storage().size() > 0
+        if self.full is None or self.is_alias or self.full_is_shared:
+            return False
+        return self.full.untyped_storage().size() > 0
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -216,17 +226,28 @@ class ShardedParameter:
         """Whether autograd left a gradient on the full parameter."""
         return self.full is not None and self.full.grad is not None
 
-    def reduction_operand(self, gradient: torch.Tensor | None, dtype: torch.dtype, counters: Counters) -> torch.Tensor:
+    def reduction_operand(
+        self,
+        gradient: torch.Tensor | None,
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`gradient` of the full parameter as the input of its reduce-scatter: contiguous, 1-D, padded, in `dtype`.
 
-        It is the gradient itself where dtype, strides and evenness allow, else one copy. None stands for zeros.
+        It is the gradient itself where dtype, strides and evenness allow and `out` is None, else one copy, in `out`
+        where it is given. None stands for zeros.
         """
         slot = self.slot
         if gradient is None:
+            if out is not None:
+                return out.zero_()
             return torch.zeros(slot.padded_numel, dtype=dtype, device=self.info.device)
-        if slot.is_row_major and slot.is_even and gradient.dtype == dtype and gradient.is_contiguous():
+        is_plain = slot.is_row_major and slot.is_even and gradient.dtype == dtype and gradient.is_contiguous()
+        if out is None and is_plain:
             return gradient.detach().view(-1)
-        operand = torch.empty(slot.padded_numel, dtype=dtype, device=self.info.device)
+        operand = torch.empty(slot.padded_numel, dtype=dtype, device=self.info.device) if out is None else out
         counters.copied_bytes += slot.numel * dtype.itemsize
         if slot.is_row_major:
             scale_copy_(operand.narrow(0, 0, slot.numel).view(slot.shape), gradient.detach(), 1.0)
@@ -240,6 +261,28 @@ class ShardedParameter:
             piece = gradient.detach().narrow(slot.dim, slot.offset(rank), length)
             slots[rank].narrow(slot.dim, 0, length).copy_(piece)
         return operand
+
+
+Place = tuple[nn.Module, str, ShardedParameter]
+"""A module, the name of a parameter in it, and that parameter."""
+
+
+def install_fulls(places: Iterable[Place]) -> None:
+    """Puts full parameters into the modules."""
+    for module, attribute, parameter in places:
+        full = parameter.full
+        assert full is not None
+        if full.requires_grad != parameter.sharded.requires_grad:
+            full.requires_grad_(parameter.sharded.requires_grad)
+        # Straight into the dict: nn.Module.__setattr__ costs several microseconds a parameter and checks nothing we
+        # need.
+        module._parameters[attribute] = full
+
+
+def install_shards(places: Iterable[Place]) -> None:
+    """Puts shards back into the modules."""
+    for module, attribute, parameter in places:
+        module._parameters[attribute] = parameter.sharded
 
 
 def _attach(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.schedule import Schedule
 from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
-from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
+from hp_plugin.core.transport import Pending, ReduceScatter, all_reduce_sum
 from hp_plugin.core.transport.lane import Ticket
 from hp_plugin.core.transport.pending import PendingCopies
 
@@ -37,13 +37,13 @@ class Reduction:
 
     Attributes:
         operands: Inputs of the reduce-scatter, one per operand of the unit, 1-D.
-        transport: Collectives of the shard group; None where the group has one rank.
+        transport: What reduces inside the shard group; None where the group has one rank.
         all_reduce: Whether the sum crosses between supernodes and becomes `.grad`. False: it stays a partial sum.
         divide_factor: The sum over all ranks is divided by it.
     """
 
     operands: list[torch.Tensor]
-    transport: C10dTransport | None
+    transport: ReduceScatter | None
     all_reduce: bool
     divide_factor: float
 
@@ -150,8 +150,10 @@ class ReductionPipeline:
             elif scattered is not total:
                 scale_copy_(total, scattered, 1.0)
 
-        self._intra = bucket.lane.submit(complete)
-        bucket.tickets.append(self._intra)
+        ticket = bucket.lane.submit(complete)
+        bucket.tickets.append(ticket)
+        # A transport that has copied the operands bounds by itself how many there are.
+        self._intra = ticket if reduction.transport is None or reduction.transport.keeps_operands else None
 
     def _settle_intra(self) -> None:
         """Waits for the reduction inside the supernode of the unit before, which has had a backward's time.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_plugin.core.fsdp.bucket import Bucket, Route, compose
+from hp_plugin.core.fsdp.connect import connect
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.kept import small_group
@@ -17,6 +18,7 @@ from hp_plugin.core.fsdp.parameter import MeshInfo
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.fsdp.prefetch import Prefetcher
 from hp_plugin.core.fsdp.reduction import DEFAULT_WINDOW, ReductionPipeline
+from hp_plugin.core.fsdp.shared import SharedMemory
 from hp_plugin.core.fsdp.unit import Unit
 from hp_plugin.core.topology import measure_link
 from hp_plugin.core.transport import C10dTransport
@@ -24,7 +26,7 @@ from hp_plugin.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 _DEFAULT_MESSAGE_BYTES = 4 << 20
-"""Where the link cannot be measured."""
+"""Where the link cannot be measured, or may not decide."""
 
 
 class Root:
@@ -56,13 +58,21 @@ class Root:
         self.prefetcher = Prefetcher(self._prefetch_budget())
         self._link_bytes: dict[dist.ProcessGroup, int] = {}
         self._small: dict[tuple[dist.ProcessGroup, int], C10dTransport] = {}
+        self._shared: list[SharedMemory] | None = None
         for each, name in named.items():
             each.attach(self, name)
+            if self.options.deterministic:
+                each.add_in_rank_order()
 
     def note(self, stream: str, event: str, *units: Unit) -> None:
         """Adds an event to the schedule that is being recorded, if one is."""
         if self.pipeline.schedule is not None:
             self.pipeline.schedule.note(stream, event, [unit.name for unit in units])
+
+    def connect(self) -> None:
+        """Chooses once how bytes move inside the supernode. Every rank of each shard group must make the first call."""
+        if self._shared is None:
+            self._shared = connect(self)
 
     # ---- order ------------------------------------------------------------------------------------------------------
 
@@ -73,6 +83,10 @@ class Root:
         for bucket in self.pipeline.buckets:
             bucket.release_flat()
         self.prefetcher.release("begin of forward after a failed one")
+        for unit in self.units:
+            # Kept for a backward that did not come before the weights changed: the next forward is to see the new ones.
+            if unit.phase is Phase.UNSHARDED and unit.shards_have_changed:
+                unit.reshard("begin of forward after a change of the weights")
         self._forward_is_open = True
         self.is_in_training_forward = torch.is_grad_enabled()
         if self.is_in_training_forward:
@@ -193,6 +207,8 @@ class Root:
             return 0  # nothing crosses, nothing is gained by waiting for one another
         if self.bucket_bytes is not None:
             return self.bucket_bytes
+        if self.options.deterministic:
+            return _DEFAULT_MESSAGE_BYTES  # what is measured differs from run to run, and the order of sums with it
         if route.group not in self._link_bytes:
             link = measure_link(route.group, info.device)
             chosen = torch.tensor([_DEFAULT_MESSAGE_BYTES if link is None else link.message_bytes], device=info.device)

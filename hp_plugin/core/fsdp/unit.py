@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 from hp_plugin.core.fsdp.bucket import Route
-from hp_plugin.core.fsdp.counters import Counters, WaitCause
+from hp_plugin.core.fsdp.counters import WaitCause
+from hp_plugin.core.fsdp.fulls import FullTensors, GatheredFulls
 from hp_plugin.core.fsdp.gradients import UnitGradients
-from hp_plugin.core.fsdp.kept import KeptParts
 from hp_plugin.core.fsdp.operand import group_operands
 from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
@@ -21,11 +20,18 @@ from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
 from hp_plugin.core.fsdp.reduction import Reduction
 from hp_plugin.core.kernels import accumulate_scaled_
-from hp_plugin.core.transport import C10dTransport, Lane, Pending, lane_of
+from hp_plugin.core.layout import announce_update
+from hp_plugin.core.transport import C10dTransport, Lane, lane_of
+from hp_plugin.core.transport.shm import GradientRing
 from hp_plugin.errors import HyperParallelError
 
 if TYPE_CHECKING:
     from hp_plugin.core.fsdp.root import Root
+    from hp_plugin.core.fsdp.shared_fulls import SharedFulls
+
+
+class StaleParametersError(HyperParallelError, RuntimeError):
+    """A backward found other parameters than its forward had."""
 
 
 def is_in_backward() -> bool:
@@ -44,6 +50,7 @@ class Unit:
         options: What `fully_shard` was asked for that holds for the whole root.
         reshard_after_forward: Whether full tensors are released between forward and backward. None: yes, except in the
             root unit, which backward needs first. A number, as `normalized_reshard` gives it: see `kept.py`.
+        residence: Where shards live when ranks share memory: "private" or "aliased", see `shared_fulls.py`.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         options: RootOptions,
         reshard_after_forward: bool | int | None,
+        residence: str = "private",
     ) -> None:
         self.modules = tuple(modules)
         self.parameters = parameters
@@ -63,6 +71,7 @@ class Unit:
         self.policy = policy
         self.options = options
         self.reshard_after_forward = reshard_after_forward
+        self.residence = residence
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
@@ -80,16 +89,17 @@ class Unit:
         self.forward_depth = 0
         self._root: Root | None = None
         self._phase = Phase.SHARDED
-        self._gather: Pending | None = None
-        self._gathers_kept = False
-        self._prepared = Counters()
-        """What the thread that prepares a gather counts. Whoever waits for the gather adds it to the root's."""
-        self._kept: KeptParts | None = None
         self.gradients: UnitGradients | None = None
         """Storage of the sharded gradients; exists from the first backward on."""
         self._planned_for: list[ShardedParameter] = []
         """The trainable parameters of which `gradients` has the storage, in the order of `parameters`."""
         self._transport = C10dTransport(info.shard_group) if info.shard_size > 1 else None
+        self._fulls: FullTensors = GatheredFulls(self.operands, info, self._transport)
+        self._ring: GradientRing | None = None
+        self._index = 0
+        self.epoch = 0
+        """Rises with every gather that finds other values in the shards than the one before."""
+        self._shard_versions: list[int] = []
 
     # ---- identity ---------------------------------------------------------------------------------------------------
 
@@ -136,56 +146,73 @@ class Unit:
     @property
     def communicates(self) -> bool:
         """Whether a gather moves bytes between ranks."""
-        return self._transport is not None
+        return self._transport is not None and bool(self.operands)
+
+    def add_in_rank_order(self) -> None:
+        """Fixes the order of sums inside the shard group."""
+        if self._transport is not None:
+            self._transport.adds_in_rank_order = True
+
+    def share(self, fulls: SharedFulls, ring: GradientRing) -> None:
+        """Makes this unit use memory that the ranks of the shard group share instead of collectives."""
+        self._fulls, self._ring, self._index = fulls, ring, fulls.index
 
     # ---- unshard and reshard ----------------------------------------------------------------------------------------
 
     def unshard(self, hook: str) -> None:
-        """Issues the all-gather of all parameters. Every rank of the shard group must call, in the same order."""
+        """Starts to gather all parameters. Every rank of the shard group must call, in the same order."""
         if self._phase is not Phase.SHARDED:
             return
+        if self.communicates:
+            self.root.connect()
+        for_backward = is_in_backward() and self.epoch > 0
+        if not for_backward:
+            for parameter in self.parameters:
+                parameter.look_for_replacement()
+            self._fulls.take_in_shards(self.root)
+            if self.shards_have_changed:
+                self._shard_versions = self._versions()
+                self.epoch += 1
         self.enter(Phase.GATHERING, hook)
-        # What forward kept is of the weights of that forward: good for its backward and for nothing else.
-        self._gathers_kept = self._kept is not None and self._kept.is_held and is_in_backward()
-        if self._transport is None:
-            self._begin_gather()
-            return
-        if not self.operands:
-            return
-        # No more than one unit beside the one that computes: its gradients under reduction, or full tensors gathered
-        # ahead.
-        after = self.root.pipeline.intra_in_flight
-        if self._kept is not None and self._gathers_kept:
-            self._gather = self._kept.transport.all_gather(self._kept.begin_gather, after=after)
-        else:
-            self._gather = self._transport.all_gather(self._begin_gather, after=after)
-        self.root.note("intra", "all-gather", self)
+        if self._fulls.begin(self.root, for_backward=for_backward):
+            self.root.note("intra", "all-gather", self)
 
-    def _begin_gather(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        for parameter in self.parameters:
-            module, attribute = parameter.owners[0]
-            if module._parameters[attribute] is not parameter.sharded:
-                parameter.adopt_replacement()
-        gathered = [operand.begin_gather(self._prepared) for operand in self.operands]
-        return [g[0] for g in gathered if g is not None], [g[1] for g in gathered if g is not None]
+    def _versions(self) -> list[int]:
+        # An operator on a DTensor bumps the counter of the DTensor alone, one on its local tensor that one's alone.
+        return [p.sharded._version + p.sharded._local_tensor._version for p in self.parameters]  # type: ignore[attr-defined]
+
+    @property
+    def shards_have_changed(self) -> bool:
+        """Whether a shard has been written, with torch's operators, since it was last gathered for a forward."""
+        return self.epoch == 0 or self._versions() != self._shard_versions
+
+    def check_epoch(self, epoch: int, hook: str) -> None:
+        """Notices what autograd would notice in a model that is not sharded: weights that change under a graph.
+
+        Args:
+            epoch: The unit's at the forward.
+            hook: Who asks, for messages.
+
+        Raises:
+            StaleParametersError: A shard has changed since that forward.
+        """
+        if epoch != self.epoch or self._versions() != self._shard_versions:
+            raise StaleParametersError(
+                f"{hook} of unit {self.name}: its parameters have changed since the forward whose backward this is (an "
+                "optimizer step, load_state_dict or another write in between), so gradients would be wrong. Run "
+                "backward before the step, or the forward again after it"
+            )
 
     def wait_for_unshard(self, hook: str) -> None:
-        """Waits for the all-gather and puts the full parameters into the modules."""
+        """Waits for the parameters of all ranks and puts the full ones into the modules."""
         if self._phase is not Phase.GATHERING:
             return
-        self._wait_for_gather()
-        if self._gathers_kept:
-            for operand in self.operands:
-                operand.finish_refill()
-            if self.outstanding_forwards <= 1:
-                self.drop_kept()
-        else:
-            for operand in self.operands:
-                operand.finish_gather(self.root.counters)
+        self._fulls.wait(self.root)
+        self._fulls.install(self.root, is_last_use=self.outstanding_forwards <= 1)
         self.enter(Phase.UNSHARDED, hook)
 
     def reshard(self, hook: str, *, for_backward: bool = False) -> None:
-        """Puts the shards back into the modules and releases the full tensors. No communication.
+        """Puts the shards back into the modules and gives up the full tensors. No communication.
 
         Args:
             hook: Who calls, for messages.
@@ -193,37 +220,18 @@ class Unit:
         """
         if self._phase is Phase.SHARDED:
             return
-        self._wait_for_gather()
+        self._fulls.wait(self.root)
         number = self.reshard_after_forward
-        if for_backward and type(number) is int:
-            self._keep(number)
-        for operand in self.operands:
-            operand.release_full()
+        self._fulls.release(self.root, keep=number if for_backward and type(number) is int else None)
         self.enter(Phase.SHARDED, hook)
-
-    def _keep(self, number: int) -> None:
-        if self._kept is None or self._kept.transport.group.size() != number:
-            self._kept = KeptParts(self.operands, self.root.small_transport(self.info, number))
-        self._kept.keep(self.root.counters)
 
     def drop_kept(self) -> None:
         """Frees what was kept for a backward."""
-        if self._kept is not None:
-            self._kept.drop()
+        self._fulls.drop_kept()
 
-    def _wait_for_gather(self) -> None:
-        if self._gather is not None:
-            start = time.perf_counter()
-            self._gather.wait()
-            counters = self.root.counters
-            counters.all_gathers += 1
-            counters.all_gather_bytes += self._gather.operand_bytes
-            counters.copied_bytes += self._gather.copied_bytes
-            self._gather = None
-            counters.waited(WaitCause.ALL_GATHER, start)
-        if self._prepared.copied_bytes:
-            self.root.counters.copied_bytes += self._prepared.copied_bytes
-            self._prepared.copied_bytes = 0
+    def announce_update(self) -> None:
+        """The shards may be written from now on until the next gather: waits for ranks that still read them."""
+        announce_update([parameter.sharded for parameter in self.parameters])
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -307,17 +315,28 @@ class Unit:
 
     def _reduction(self, gradients: UnitGradients) -> Reduction:
         operands = []
-        for operand in gradients.operands:
+        for operand, place in zip(gradients.operands, self._places_of(gradients)):
             taken = [
                 p.take_gradient() if p.unsharded_gradient is None else self._taken_sum(p) for p in operand.parameters
             ]
-            operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters))
+            operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters, out=place))
         return Reduction(
             operands=operands,
-            transport=self._transport,
+            transport=self._ring or self._transport,
             all_reduce=self.requires_all_reduce,
             divide_factor=self.divide_factor,
         )
+
+    def _places_of(self, gradients: UnitGradients) -> Sequence[torch.Tensor | None]:
+        """Where the operands of the reduction are to be written; None: anywhere."""
+        if self._ring is None:
+            return [None] * len(gradients.operands)
+        numels = [operand.slot_numel * self.info.shard_size for operand in gradients.operands]
+        entry, must_be_done = self._ring.place(self._index, numels, self.reduce_dtype)
+        if not self._ring.is_free(must_be_done):
+            with self.root.counters.waiting(WaitCause.RING):
+                self._ring.wait_until_free(must_be_done, self._index)
+        return entry.operands
 
     def _taken_sum(self, parameter: ShardedParameter) -> torch.Tensor | None:
         """The gradient of this backward and of earlier ones that did not communicate; `parameter` loses it."""
@@ -343,4 +362,6 @@ class Unit:
             "bytes_at_rest": sum(p.local.numel() * p.master_dtype.itemsize for p in self.parameters),
             "bytes_unsharded": sum(p.slot.padded_numel * p.compute_dtype.itemsize for p in self.parameters),
             "reshard_after_forward": self.reshard_after_forward or self.reshards_after_forward,
+            "residence": self.residence,
+            "transport": None if self._transport is None else "c10d" if self._ring is None else "shm",
         }

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from hp_plugin.core.transport.c10d import C10dTransport, all_reduce_sum
 from hp_plugin.core.transport.lane import Lane, Ticket, lane_of
-from hp_plugin.core.transport.pending import Pending
+from hp_plugin.core.transport.pending import Pending, ReduceScatter
 
-__all__ = ["C10dTransport", "Lane", "Pending", "Ticket", "all_reduce_sum", "lane_of"]
+__all__ = ["C10dTransport", "Lane", "Pending", "ReduceScatter", "Ticket", "all_reduce_sum", "lane_of"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hp_plugin.core.devices import Capabilities, backend_capabilities
 from hp_plugin.core.transport.lane import Ticket, lane_of
-from hp_plugin.core.transport.messages import Messages, PendingExchange, PendingGather
+from hp_plugin.core.transport.messages import Messages, PendingExchange, PendingGather, PendingOrderedSum
 from hp_plugin.core.transport.pending import Pending, Prepare, bytes_of
 
 # gloo runs a reduce-scatter as an all-reduce of a copy of the operand. Sending every rank its slice and adding up what
@@ -33,6 +33,10 @@ class C10dTransport:
         group: The shard group. Every rank of it must make its objects of this class, and call their methods, in the
             same order.
     """
+
+    keeps_operands = True
+    adds_in_rank_order = False
+    """Whether sums must be formed in rank order. Messages do so anyway, the collectives of back ends do not."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -80,6 +84,8 @@ class C10dTransport:
         """
         if self._messages is not None:
             return PendingExchange(outputs, inputs, self._messages)
+        if self.adds_in_rank_order:
+            return PendingOrderedSum(outputs, inputs, self.group)
         works: list[Any] = []
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
             if len(outs) > 1:

@@ -78,6 +78,37 @@ class PendingExchange(Pending):
             exchanges.pop().finish()
 
 
+class PendingOrderedSum(Pending):
+    """A reduce-scatter as an exchange of slices in one collective each, and a sum in rank order.
+
+    For back ends whose own reduce-scatter adds up in an order of its own, where the order matters.
+
+    Args:
+        outputs: 1-D tensors.
+        operands: What is summed into them.
+        group: The group.
+    """
+
+    __slots__ = ("_outputs", "_received", "_size")
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        self._outputs = list(outputs)
+        self._received = [torch.empty_like(operand) for operand in operands]
+        exchanges = zip(self._received, operands)
+        works = [group.alltoall_base(received, operand, [], []) for received, operand in exchanges]
+        super().__init__(works, [*operands])
+        self._size = group.size()
+
+    def wait(self) -> None:
+        """Leaves the sums in the outputs. Idempotent."""
+        super().wait()
+        for output, received in zip(self._outputs, self._received):
+            sum_in_order_(output, received.view(self._size, -1).unbind())
+        self._outputs, self._received = [], []
+
+
 @dataclass
 class Exchange:
     """One operand of a reduce-scatter on its way: every rank sends every other rank that rank's slice.

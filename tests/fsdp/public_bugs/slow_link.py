@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hp_plugin.core.transport.shm import GradientRing
+
 _GIVE_UP_S = 40.0
 
 
@@ -197,27 +199,37 @@ class _GatedWork:
 
 
 @contextlib.contextmanager
-def gated_receives(gates: Sequence[Gate]) -> Iterator[list[int]]:
-    """Whoever waits for the k-th message of a reduce-scatter that this rank receives waits for `gates[k]` first.
+def gated_sums(gates: Sequence[Gate]) -> Iterator[list[int]]:
+    """Whoever adds up the k-th reduce-scatter of this rank waits for `gates[k]` first.
 
-    On gloo it is an exchange of messages, issued on a thread of its own. Yields a list that grows with every receive.
+    On gloo that is who waits for the message of a peer, of which each of these has one; in shared memory it is who adds
+    up an entry of the ring. Both run on a thread of their own. Yields a list that grows with every such sum.
     """
-    original = dist.ProcessGroup.recv
-    received: list[int] = []
+    recv, add_up = dist.ProcessGroup.recv, GradientRing.add_up
+    begun: list[int] = []
 
-    def recv(group: dist.ProcessGroup, *args: Any) -> Any:
-        work = original(group, *args)
+    def next_gate() -> Gate:
+        begun.append(len(begun))
+        return gates[begun[-1]]
+
+    def gated_recv(group: dist.ProcessGroup, *args: Any) -> Any:
+        work = recv(group, *args)
         if threading.current_thread().name != "hyperfsdp-reduce":
             return work
-        received.append(len(received))
-        return _GatedWork(work, gates[received[-1]])
+        return _GatedWork(work, next_gate())
 
-    dist.ProcessGroup.recv = recv  # type: ignore[method-assign, assignment]
+    def gated_add_up(ring: GradientRing, *args: Any) -> None:
+        next_gate().pass_through()
+        add_up(ring, *args)
+
+    dist.ProcessGroup.recv = gated_recv  # type: ignore[method-assign, assignment]
+    GradientRing.add_up = gated_add_up  # type: ignore[method-assign]
     try:
-        yield received
+        yield begun
     finally:
-        # Not `original` itself: read from its class it no longer binds the group.
-        dist.ProcessGroup.recv = lambda group, *args: original(group, *args)  # type: ignore[method-assign, assignment]
+        # Not `recv` itself: read from its class it no longer binds the group.
+        dist.ProcessGroup.recv = lambda group, *args: recv(group, *args)  # type: ignore[method-assign, assignment]
+        GradientRing.add_up = add_up  # type: ignore[method-assign]
 
 
 def take_freed_memory(modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:

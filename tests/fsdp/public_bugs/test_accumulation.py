@@ -15,6 +15,8 @@ from tests.fsdp.public_bugs.towers import Taps, Tower, shard
 from tests.fsdp.twins import full, make_mesh
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 MODES = ("plain", "all_reduce_last", "sync_last")
 ONE = (1, 1), (1, 2), (2, 1)
 

@@ -17,6 +17,8 @@ from tests.fsdp.public_bugs.towers import Tower, shard
 from tests.fsdp.twins import make_mesh
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 WIDTH = 24
 
 

@@ -95,8 +95,8 @@ def train_on_every_mesh(*, optimizer_name: str, shapes: list[tuple[int, int]]) -
 
 
 @functools.cache
-def runs_of(optimizer_name: str) -> dict[tuple[int, int], list[Run]]:
-    """By mesh, one run per rank that took part."""
+def runs_of(optimizer_name: str, transport: str) -> dict[tuple[int, int], list[Run]]:
+    """By mesh, one run per rank that took part. The transport is that of the test's environment."""
     shapes = list(MESHES) if optimizer_name == "HyperAdamW" else [(2, 2), (4, 1)]
     by_rank = run_ranks(4, train_on_every_mesh, timeout=180.0, optimizer_name=optimizer_name, shapes=shapes)
     return {shape: [runs[shape] for runs in by_rank if shape in runs] for shape in shapes}
@@ -122,13 +122,13 @@ def assert_all_close(found: list[dict[str, Tensor]], expected: list[dict[str, Te
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=name)
-def test_clip_equals_single_process(shape: tuple[int, int]) -> None:
+def test_clip_equals_single_process(shape: tuple[int, int], transport: str) -> None:
     """PyTorch #149768, #170862, VeOmni PR #862, miles_diffusion PR #35: eps added once per rank, replicas counted as if
     they were shards, a logged norm off by the square root of their number.
     """
     single = reference("HyperAdamW")
     assert min(single.norms[2.0]) > 2 * MAX_NORM, "clipping must act"
-    runs = runs_of("HyperAdamW")[shape]
+    runs = runs_of("HyperAdamW", transport)[shape]
     assert len(runs) == shape[0] * shape[1]
     for run in runs:
         for order in (2.0, math.inf):
@@ -138,28 +138,30 @@ def test_clip_equals_single_process(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=name)
-def test_scale_invariant_to_mesh(shape: tuple[int, int]) -> None:
+def test_scale_invariant_to_mesh(shape: tuple[int, int], transport: str) -> None:
     """Torchtitan #2318: after a change of the divide factor, gradients and their norm under DDP and HSDP were 8 times
     those of the same global batch on another mesh.
     """
-    for run in runs_of("HyperAdamW")[shape]:
+    for run in runs_of("HyperAdamW", transport)[shape]:
         assert_all_close(run.gradients, reference("HyperAdamW").gradients, relative=1e-5)
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=name)
-def test_weight_after_step_equal(shape: tuple[int, int]) -> None:
+def test_weight_after_step_equal(shape: tuple[int, int], transport: str) -> None:
     """Megatron-LM #5974: with equal gradients the optimizer's step was 1.3 to 2 times too small, because it had been
     given something else than the gradients that were compared. So the weights after the step are compared too.
     """
-    for run in runs_of("HyperAdamW")[shape]:
+    for run in runs_of("HyperAdamW", transport)[shape]:
         assert_all_close(run.weights, reference("HyperAdamW").weights, relative=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=name)
 @pytest.mark.parametrize("optimizer_name", ["AdamW", "SGD"])
-def test_weight_after_step_equal_with_torch_optimizers(shape: tuple[int, int], optimizer_name: str) -> None:
+def test_weight_after_step_equal_with_torch_optimizers(
+    shape: tuple[int, int], optimizer_name: str, transport: str
+) -> None:
     """Megatron-LM #5974, with the optimizers and the clipping of torch on the same sharded gradients."""
-    for run in runs_of(optimizer_name)[shape]:
+    for run in runs_of(optimizer_name, transport)[shape]:
         single = reference(optimizer_name)
         assert run.norms[2.0] == pytest.approx(single.norms[2.0], rel=4e-6)
         assert_all_close(run.weights, single.weights, relative=2e-5)

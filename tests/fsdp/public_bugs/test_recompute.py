@@ -41,7 +41,7 @@ DEPTH, WIDTH, MICRO_BATCHES = 4, 136, 3
 OPERANDS = 2 * DEPTH + 1
 
 
-def collectives_of_a_step(*, replicate: int, shard_size: int) -> list[str]:
+def collectives_of_a_step(*, replicate: int, shard_size: int, transport: str) -> list[str]:
     """Sentences about counts that are off."""
     mesh = make_mesh(replicate, shard_size)
     topology = Topology.from_supernode_size(replicate * shard_size, shard_size)
@@ -53,38 +53,44 @@ def collectives_of_a_step(*, replicate: int, shard_size: int) -> list[str]:
                 shard(model, mesh, reshard_after_forward=reshard, prefetch=prefetch, bucket_bytes=1)
                 inputs = torch.ones(2, WIDTH, requires_grad=True)
                 model(inputs).backward()
+                model.fsdp_counters().reset()
                 with TrafficRecorder(topology) as recorder:
                     for index in range(MICRO_BATCHES):
                         model.set_requires_all_reduce(index == MICRO_BATCHES - 1)
                         model(inputs).backward()
-                expected = expected_calls(replicate=replicate, shard_size=shard_size, reshard=reshard)
-                found = dict(recorder.traffic.calls)
+                expected = expected_calls(
+                    replicate=replicate, shard_size=shard_size, reshard=reshard, transport=transport
+                )
+                found = dict(recorder.traffic.calls) | {"gathers": model.fsdp_counters().all_gathers}
                 if found != expected:
                     problems.append(f"{kind}, reshard={reshard}, prefetch={prefetch}: {found}, not {expected}")
     return problems
 
 
-def expected_calls(*, replicate: int, shard_size: int, reshard: bool) -> dict[str, int]:
+def expected_calls(*, replicate: int, shard_size: int, reshard: bool, transport: str) -> dict[str, int]:
     """Forward gathers every unit once, backward once more if it was resharded, however often it recomputes.
 
-    A gather, and a reduce-scatter, is one message to and one from every peer.
+    A gather, and a reduce-scatter, is one message to and one from every peer, or none in shared memory.
     """
-    calls = {}
+    calls = {"gathers": 0}
     if shard_size > 1:
         gathers = 2 if reshard else 1
-        messages = (shard_size - 1) * (gathers + 1) * OPERANDS * MICRO_BATCHES
-        calls |= {"send": messages, "recv": messages}
+        calls["gathers"] = gathers * (DEPTH + 1) * MICRO_BATCHES
+        if transport == "c10d":
+            messages = (shard_size - 1) * (gathers + 1) * OPERANDS * MICRO_BATCHES
+            calls |= {"send": messages, "recv": messages}
     if replicate > 1:
         calls["all_reduce"] = DEPTH + 1  # once per unit and step
     return calls
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), *MESHES], ids=name)
-def test_collective_count(mesh: tuple[int, int]) -> None:
+def test_collective_count(mesh: tuple[int, int], transport: str) -> None:
     """PyTorch #105635, PR #175406: with activation checkpointing, the recomputation in backward gathered parameters a
     second time that the backward itself had gathered, or was about to.
     """
-    for problems in run_ranks(mesh[0] * mesh[1], collectives_of_a_step, replicate=mesh[0], shard_size=mesh[1]):
+    sizes = {"replicate": mesh[0], "shard_size": mesh[1]}
+    for problems in run_ranks(mesh[0] * mesh[1], collectives_of_a_step, transport=transport, **sizes):
         assert not problems, "\n".join(problems)
 
 
@@ -122,7 +128,7 @@ def bypass(_module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Ten
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
-def test_all_sharded_after_backward(mesh: tuple[int, int]) -> None:
+def test_all_sharded_after_backward(mesh: tuple[int, int], transport: str) -> None:
     """Megatron-LM PR #6153: recomputation prefetched a layer whose backward was over, and left it unsharded."""
     run_ranks(mesh[0] * mesh[1], training_with_recomputation, replicate=mesh[0], shard_size=mesh[1])
 
@@ -173,7 +179,7 @@ def compare(plain: Model, sharded: Model) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
-def test_prefetch_with_frozen_and_replicated_parameters(mesh: tuple[int, int]) -> None:
+def test_prefetch_with_frozen_and_replicated_parameters(mesh: tuple[int, int], transport: str) -> None:
     """hyper-parallel #545: backward prefetch together with replicated parameters crashed."""
     run_ranks(mesh[0] * mesh[1], frozen_and_replicated_parameters, replicate=mesh[0], shard_size=mesh[1])
 
@@ -195,7 +201,7 @@ def two_forwards(*, replicate: int, shard_size: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2)], ids=name)
-def test_checkpointing_with_two_forwards_before_the_backward(mesh: tuple[int, int]) -> None:
+def test_checkpointing_with_two_forwards_before_the_backward(mesh: tuple[int, int], transport: str) -> None:
     """PyTorch #187437, #153354, PR #171779: checkpointing, nested units and two forwards mixed tensors and DTensors
     in one operation.
     """

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_plugin import MixedPrecisionPolicy
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 from hp_plugin.core.layout import local_tensor
-from tests.fsdp.public_bugs.slow_link import Gate, SlowLink, gated_receives, take_freed_memory
+from tests.fsdp.public_bugs.slow_link import Gate, SlowLink, gated_sums, take_freed_memory
 from tests.fsdp.public_bugs.sum_only import SUM_ONLY, SumOnlyError, register_sum_only_backend
 from tests.fsdp.public_bugs.towers import Taps, Tower, shard
 from tests.fsdp.twins import assert_at_rest, assert_gradients_equal, full, losses, make_mesh, pair
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.usefixtures("transport")
 MESHES = [(2, 1), (2, 2)]
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, master_dtype=torch.float32)
 # The gradient is wanted in another dtype than that of the reduction, so every bucket needs a buffer beside `.grad`.
@@ -87,7 +89,7 @@ def backward_behind_closed_gates(*, replicate: int, shard_size: int) -> None:
         for gate in gates[DEPTH - 1 :]:
             gate.open()  # nothing is computed after the first layer
         link = mesh.get_group("dp_replicate") if replicate > 1 else None
-        with SlowLink(link, delay_s=0.0, reorder=False, gate=link_gate), gated_receives(gates) as received:
+        with SlowLink(link, delay_s=0.0, reorder=False, gate=link_gate), gated_sums(gates) as received:
             model(inputs).backward()
         assert len(received) == (DEPTH + 1 if shard_size > 1 else 0)
         assert sum(gate.forced for gate in gates) == 0, f"{options}: waited for the reduce-scatter of the layer itself"
@@ -184,11 +186,12 @@ def refuses_averages(mesh: DeviceMesh) -> None:
             dist.all_reduce(torch.ones(1), op=operation, group=mesh.get_group("dp_replicate"))
 
 
-def test_sum_only_backend() -> None:
+@pytest.mark.parametrize("transport", ["c10d"])
+def test_sum_only_backend(transport: str) -> None:
     """VeOmni #241, torch-xpu-ops #1571: reductions asked for PREMUL_SUM or AVG, which HCCL and XCCL do not have. The
     back end of this test refuses every reduction but SUM, has no coalesced calls, and is not known by name.
     """
-    by_rank = run_ranks(4, train_on_sums_alone)
+    by_rank = run_ranks(4, train_on_sums_alone, env={TRANSPORT_VARIABLE: "c10d"})
     for first, second in ((0, 2), (1, 3)):  # the same shard in two supernodes
         for mine, other in zip(by_rank[first], by_rank[second], strict=True):
             assert torch.equal(mine, other)
