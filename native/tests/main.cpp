@@ -1,44 +1,52 @@
-// Runs every test of an executable, or those that are named. Exit code: 0 passed, 1 failed, 77 the CPU lacks what this
-// executable was compiled for.
+// Runs every test of an executable, or those that are named. Exit code: 0 passed, 1 failed, 77 this CPU lacks what the
+// first argument says the kernels were compiled for: --needs=x86-64-v3.
 #include <cstring>
 
 #include "check.h"
-#include "hp_native.h"
 
 hp_test::Test* hp_test::Test::first = nullptr;
 std::atomic<int> hp_test::failures{0};
 
 namespace {
 
-// 2: the CPU must have what x86-64-v2 adds to the baseline, and so on.
-bool cpu_has(int level) {
+bool cpu_has(const char* level) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
-  return level < 3 || (level == 3 ? v3 : v4);
+  if (std::strcmp(level, "x86-64-v4") == 0) return v4;
+  if (std::strcmp(level, "x86-64-v3") == 0) return v3;
+  return std::strcmp(level, "x86-64-v1") == 0;
 #else
-  return level == 0;
+  (void)level;
+  return false;
 #endif
 }
 
 bool is_named(const char* name, int count, char** names) {
-  for (int index = 1; index < count; ++index) {
+  for (int index = 0; index < count; ++index) {
     if (std::strcmp(names[index], name) == 0) return true;
   }
-  return count == 1;
+  return count == 0;
 }
 
 }  // namespace
 
-int main(int count, char** names) {
-  if (!cpu_has(HP_TEST_LEVEL)) {
-    std::printf("skipped: this CPU lacks x86-64-v%d\n", HP_TEST_LEVEL);
-    return 77;
+int main(int count, char** arguments) {
+  char** names = arguments + 1;
+  --count;
+  constexpr char needs[] = "--needs=";
+  if (count > 0 && std::strncmp(names[0], needs, sizeof needs - 1) == 0) {
+    const char* level = names[0] + sizeof needs - 1;
+    if (!cpu_has(level)) {
+      std::printf("skipped: this CPU is no %s\n", level);
+      return 77;
+    }
+    ++names;
+    --count;
   }
-  std::printf("%s\n", hp_build_info());
   int tests = 0;
   for (const hp_test::Test* test = hp_test::Test::first; test != nullptr; test = test->next) {
     if (!is_named(test->name, count, names)) continue;
