@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hp_plugin.core.transport.shm.ring import ALIGNMENT, RingPlaces, entry_bytes
 from tests.support import run_ranks
-from tests.transport import shm_ranks
+from tests.transport import ring_ranks
 
 CAPACITY = 64 * 16
 SIZES = st.lists(st.integers(1, 16).map(lambda lines: 64 * lines), min_size=1, max_size=60)
@@ -56,11 +56,11 @@ def test_an_entry_has_a_header_and_operands_at_cache_lines() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_formed_in_rank_order(ranks: int) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    assert run_ranks(ranks, shm_ranks.sums, dtypes=dtypes, entries=17) == [[]] * ranks
+    assert run_ranks(ranks, ring_ranks.sums, dtypes=dtypes, entries=17) == [[]] * ranks
 
 
 def test_a_full_ring_blocks_until_all_peers_are_done() -> None:
-    found = run_ranks(2, shm_ranks.press_back)[0]
+    found = run_ranks(2, ring_ranks.press_back)[0]
     assert found["must be done"] == 1
     assert not found["free at first"]
     assert found["blocked for"] >= 0.25
@@ -74,7 +74,7 @@ UNIT = [(0, [8, 8], F32)]
 
 def test_other_units_are_refused_on_both_ranks() -> None:
     first, second = run_ranks(
-        2, shm_ranks.mix_up, entries=([*UNIT, (1, [8], F32), (2, [8], F32)], [*UNIT, (2, [8], F32)])
+        2, ring_ranks.mix_up, entries=([*UNIT, (1, [8], F32), (2, [8], F32)], [*UNIT, (2, [8], F32)])
     )
     assert first[0] == second[0] == "runs"
     assert first[1] == (
@@ -87,8 +87,8 @@ def test_other_units_are_refused_on_both_ranks() -> None:
 @pytest.mark.parametrize(
     "other", [[(0, [8, 9], F32)], [(0, [16], F32)], [(0, [8, 8], BF16)]], ids=["sizes", "number", "dtype"]
 )
-def test_other_operands_of_the_same_unit_are_refused_on_both_ranks(other: list[shm_ranks.Entry]) -> None:
-    for rank, found in enumerate(run_ranks(2, shm_ranks.mix_up, entries=(UNIT, other))):
+def test_other_operands_of_the_same_unit_are_refused_on_both_ranks(other: list[ring_ranks.Entry]) -> None:
+    for rank, found in enumerate(run_ranks(2, ring_ranks.mix_up, entries=(UNIT, other))):
         assert found[0].startswith(
             f"PeerError: in backward, rank {rank} reduces gradients of unit unit0 where rank "
         ), found
@@ -98,7 +98,7 @@ def test_other_operands_of_the_same_unit_are_refused_on_both_ranks(other: list[s
 def test_entries_that_lie_elsewhere_because_of_their_sizes_are_refused_on_both_ranks() -> None:
     # The second entry of rank 0 does not fit behind the first and starts over; that of rank 1 goes on behind it.
     large, small = (1, [300], F32), (1, [8], F32)
-    first, second = run_ranks(2, shm_ranks.mix_up, entries=([large, large], [large, small]))
+    first, second = run_ranks(2, ring_ranks.mix_up, entries=([large, large], [large, small]))
     assert first[0] == second[0] == "runs"
     assert "unit1 where rank 1 reduces others: all ranks must run the same units" in first[1]
     assert "unit1 where rank 0 reduces others: all ranks must run the same units" in second[1]

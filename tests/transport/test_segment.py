@@ -10,13 +10,13 @@ import pytest
 from tests.faults.watched import nothing_is_left
 from tests.support import run_ranks
 from tests.support.ranks import current_session
-from tests.transport import shm_ranks
+from tests.transport import segment_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_see_one_memory_without_a_name(ranks: int) -> None:
     with nothing_is_left(current_session().marker):
-        results = run_ranks(ranks, shm_ranks.write_and_read, nbytes=300_000)
+        results = run_ranks(ranks, segment_ranks.write_and_read, nbytes=300_000)
     for found in results:
         assert found["nbytes"] == 303_104, "whole pages"
         assert found["zero at first"]
@@ -31,7 +31,7 @@ def test_all_ranks_see_one_memory_without_a_name(ranks: int) -> None:
 
 
 def test_memory_is_mapped_until_the_last_tensor_is_gone() -> None:
-    for found in run_ranks(2, shm_ranks.write_and_read, nbytes=8192):
+    for found in run_ranks(2, segment_ranks.write_and_read, nbytes=8192):
         assert found["tensor outlives the segment"]
         assert found["mapped while a tensor lives"] == found["memory files"]
         assert found["after the last tensor"] == []
@@ -52,7 +52,7 @@ def test_memory_is_mapped_until_the_last_tensor_is_gone() -> None:
 )
 def test_a_stranger_who_connects_first_gets_nothing_and_breaks_nothing(as_user: int | None, token: bytes) -> None:
     with nothing_is_left(current_session().marker):
-        results = run_ranks(3, shm_ranks.share_among_strangers, as_user=as_user, token=token, timeout=40.0)
+        results = run_ranks(3, segment_ranks.share_among_strangers, as_user=as_user, token=token, timeout=40.0)
     assert [found["words"] for found in results] == [[1, 2, 3]] * 3
     assert [found["stranger"] for found in results] == ["got nothing", None, None]
 
@@ -61,7 +61,7 @@ def test_a_stranger_who_connects_first_gets_nothing_and_breaks_nothing(as_user: 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_too_few_descriptors_are_an_error_on_all_ranks(odd: int, spare: int) -> None:
     with nothing_is_left(current_session().marker):
-        results = run_ranks(2, shm_ranks.make_with_few_descriptors, odd=odd, spare=spare)
+        results = run_ranks(2, segment_ranks.make_with_few_descriptors, odd=odd, spare=spare)
     for found in results:
         assert found["told"].startswith(f"SharedMemoryError: rank {odd}: "), found
         assert "(ulimit -n)" in found["told"]
@@ -70,13 +70,13 @@ def test_too_few_descriptors_are_an_error_on_all_ranks(odd: int, spare: int) -> 
 
 
 def test_a_rank_without_the_native_library_is_an_error_on_all_ranks() -> None:
-    for text in run_ranks(2, shm_ranks.make_without_library, odd=1):
+    for text in run_ranks(2, segment_ranks.make_without_library, odd=1):
         assert text.startswith("SharedMemoryError: rank 1: shared memory needs the native library"), text
 
 
 def test_a_rank_that_ends_before_the_segment_is_made_is_an_error_of_the_others(tmp_path: Path) -> None:
     with nothing_is_left(current_session().marker):
-        ends = run_ranks(3, shm_ranks.leave_before_agreeing, directory=str(tmp_path), ranks=3)
+        ends = run_ranks(3, segment_ranks.leave_before_agreeing, directory=str(tmp_path), ranks=3)
     assert ends[2].how == "killed"
     for rank, others in ((0, "ranks 1 and 2"), (1, "ranks 0 and 2")):
         assert f"PeerError: rank {rank} waited for {others} to set up shared memory" in ends[rank].error, ends[rank]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import run_ranks
-from tests.transport import shm_ranks
+from tests.transport import signal_ranks
 
 
 def test_a_wait_names_the_rank_that_is_behind_as_the_job_calls_it() -> None:
-    results = run_ranks(4, shm_ranks.wait_for_the_one_behind)
+    results = run_ranks(4, signal_ranks.wait_for_the_one_behind)
     assert results[1]["told"] == (
         "PeerError: rank 1 waited 0 s, the timeout of the process group, for rank 3 to do its part of unit u in "
         "forward. Rank 3 lives: it is stopped, stuck, or in another place of the program"
@@ -23,7 +23,7 @@ def test_a_wait_names_the_rank_that_is_behind_as_the_job_calls_it() -> None:
 
 
 def test_a_dead_rank_is_noticed_within_a_second_also_behind_one_that_lives(tmp_path: Path) -> None:
-    results = run_ranks(4, shm_ranks.wait_for_one_that_ends, directory=str(tmp_path), ranks=4, does_its_part=False)
+    results = run_ranks(4, signal_ranks.wait_for_one_that_ends, directory=str(tmp_path), ranks=4, does_its_part=False)
     ends = [end for end, _ in results]
     ended_at = results[0][1]
     assert ends[3].how == "killed"
@@ -36,24 +36,24 @@ def test_a_dead_rank_is_noticed_within_a_second_also_behind_one_that_lives(tmp_p
 
 
 def test_a_rank_that_did_its_part_may_end(tmp_path: Path) -> None:
-    results = run_ranks(3, shm_ranks.wait_for_one_that_ends, directory=str(tmp_path), ranks=3, does_its_part=True)
+    results = run_ranks(3, signal_ranks.wait_for_one_that_ends, directory=str(tmp_path), ranks=3, does_its_part=True)
     assert [end.how for end, _ in results] == ["returned", "returned", "killed"], results
 
 
 def test_counters_wrap_around() -> None:
-    first, second = run_ranks(2, shm_ranks.wrap_around)
+    first, second = run_ranks(2, signal_ranks.wrap_around)
     assert first == second
     assert first[0] < 1 << 32 < first[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGINT], ids=["SIGALRM", "Ctrl-C"])
 def test_signals_are_handled_during_a_wait(number: signal.Signals) -> None:
-    found = run_ranks(2, shm_ranks.interrupt_a_wait, number=int(number))[0]
+    found = run_ranks(2, signal_ranks.interrupt_a_wait, number=int(number))[0]
     assert found["raised"] == ("_InterruptError" if number == signal.SIGALRM else "KeyboardInterrupt")
     assert 0.2 < found["after"] < 5.0
 
 
 def test_a_wait_for_what_this_rank_itself_will_not_do_says_why() -> None:
-    for rank, found in enumerate(run_ranks(2, shm_ranks.fail_on_the_lane)):
+    for rank, found in enumerate(run_ranks(2, signal_ranks.fail_on_the_lane)):
         assert found["peer"] == "PeerError: rank 9 has ended"
         assert found["other"] == f"PeerError: rank {rank} itself failed to add up gradients: ArithmeticError: a sum"
