@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -63,7 +64,7 @@ def test_importing_the_package_imports_no_host_framework() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=120)
 
 
-def build_wheel(target: Path, **variables: str) -> zipfile.ZipFile:
+def build_wheel(target: Path, **variables: str) -> Path:
     """Builds the wheel as a user's pip would, in an isolated build environment."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(target), str(REPOSITORY)]
     built = subprocess.run(
@@ -72,23 +73,73 @@ def build_wheel(target: Path, **variables: str) -> zipfile.ZipFile:
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = target.glob("*.whl")
     assert re.fullmatch(rf"hp_plugin-{re.escape(hp_plugin.__version__)}-py3-none-[a-z0-9_]+\.whl", wheel.name)
-    return zipfile.ZipFile(wheel)
+    return wheel
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        return set(opened.namelist())
+
+
+@pytest.fixture(scope="module")
+def wheel_with_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel has the library only where there is a compiler."""
+    status = native.find_native("", native.installed_candidates())
+    if status.library is None:
+        pytest.skip(status.reason)
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.full
-def test_one_wheel_for_every_python_carries_the_native_library(tmp_path: Path, native_library_expected: None) -> None:
-    with build_wheel(tmp_path) as wheel:
-        names = set(wheel.namelist())
+def test_one_wheel_for_every_python_carries_the_native_library(wheel_with_library: Path) -> None:
+    names = names_in(wheel_with_library)
     assert f"hp_plugin/core/kernels/{native.LIBRARY_NAME}" in names
     assert {"hp_plugin/py.typed", "hp_plugin/core/fsdp/__init__.py"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.split("/")[0] in {"tests", "examples", "docs", "tools", "native"} for name in names)
 
 
+INSTALLED = """
+import shutil, torch
+assert not any(map(shutil.which, ("c++", "g++", "cc", "gcc", "clang++", "cmake"))), "a compiler is in PATH"
+from hp_plugin.core import kernels
+total = torch.empty(5)
+kernels.sum_in_order_(total, [torch.ones(5), torch.ones(5)], 0.5)
+assert torch.equal(total, torch.ones(5))
+print(kernels.native_status().library.path)
+"""
+
+
+@pytest.mark.full
+def test_the_wheel_brings_the_library_to_a_machine_without_a_compiler(wheel_with_library: Path, tmp_path: Path) -> None:
+    environment, nothing = tmp_path / "environment", tmp_path / "nothing"
+    nothing.mkdir()
+    python = environment / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    install = ["install", "--no-deps", "--no-index", str(wheel_with_library)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True, timeout=120)
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    # torch and the rest come from this environment. What follows a path in its own .pth files, such as the editable
+    # installation of this package, is not read.
+    (site_packages / "rest.pth").write_text(str(Path(torch.__file__).parents[1]))
+    variables = {**os.environ, "PATH": str(nothing)}
+    variables.pop(native.OVERRIDE_VARIABLE, None)
+    result = subprocess.run(
+        [str(python), "-I", "-c", INSTALLED],
+        cwd=nothing,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == site_packages / "hp_plugin" / "core" / "kernels" / native.LIBRARY_NAME
+
+
 @pytest.mark.full
 def test_without_a_compiler_the_wheel_is_built_without_the_library(tmp_path: Path) -> None:
-    with build_wheel(tmp_path, CXX="/nonexistent/compiler") as wheel:
-        names = set(wheel.namelist())
+    names = names_in(build_wheel(tmp_path, CXX="/nonexistent/compiler"))
     assert "hp_plugin/core/kernels/native.py" in names
     assert f"hp_plugin/core/kernels/{native.LIBRARY_NAME}" not in names
 
@@ -99,11 +150,3 @@ def test_release_builds_can_demand_the_library(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="HP_REQUIRE_NATIVE is on"):
         build_wheel(tmp_path, **variables)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def native_library_expected() -> None:
-    """A wheel has the library only where there is a compiler."""
-    status = native.find_native("", native.installed_candidates())
-    if status.library is None:
-        pytest.skip(status.reason)
