@@ -13,6 +13,7 @@ import os
 import sys
 from types import ModuleType
 
+from hp_plugin.core.transport.shm import SharedMemoryError
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
 from hp_plugin.megatron import reporting
 
@@ -62,7 +63,7 @@ def run_script(script: str, module: ModuleType) -> None:
     namespace.update(__file__=script, __package__=None, __doc__=None)
     try:
         exec(compile(source, script, "exec"), namespace)
-    except (ConfigurationError, UnsupportedError) as error:
+    except (ConfigurationError, UnsupportedError, SharedMemoryError) as error:
         # The sentence is the whole message for a user. A failure that only some ranks see is told by those.
         if os.environ.get(TRACEBACK_VARIABLE):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -22,6 +23,26 @@ def say(line: str) -> None:
     """Print ``line`` on global rank 0 only, prefixed with the name of this package."""
     if rank() == 0:
         _write(sys.stdout, f"hp_plugin: {line}")
+
+
+class _OnRankZero(logging.Handler):
+    """Says what the package logs, as lines of the job's output."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one record on global rank 0."""
+        say(record.getMessage())
+
+
+def show_log() -> None:
+    """Shows what the core logs: the transport chosen, the sizes of shared memory, the measured link.
+
+    A job that has handlers of its own gets the records there, any other sees rank 0's in its output.
+    """
+    logger = logging.getLogger("hp_plugin")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(_OnRankZero(logging.INFO))
 
 
 def stop(sentence: str, *, status: int = USAGE_ERROR, every_rank: bool = False) -> NoReturn:

@@ -20,7 +20,7 @@ from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.errors import UnsupportedError
-from hp_plugin.megatron import checkpoint, finalize
+from hp_plugin.megatron import checkpoint, finalize, reporting
 from hp_plugin.megatron.data_parallel import (
     WrapperOptions,
     compute_dtype,
@@ -107,6 +107,7 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             window=options.window,
             prefetch=options.prefetch,
         )
+        reporting.show_log()
         for unit in unit_modules(model, lambda module: isinstance(module, TransformerLayer)):
             fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **settings)
         fully_shard(model, **settings)
