@@ -34,9 +34,8 @@ def test_a_full_disk_ends_the_job_with_a_sentence_and_the_previous_checkpoint(
         keep_weights=False,
     )
     argv = [*tiny_job("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler"), *corpus, *save]
+    env = {"HP_TRANSPORT": "c10d"}  # shared memory is a file too, and the limit would forbid it
     with pytest.raises(RanksFailedError) as failure:
-        # Shared memory is a file too, and the limit would forbid it.
-        env = {"HP_TRANSPORT": "c10d"}
         run_ranks(2, train_with_little_room, flavour="megatron", env=env, argv=argv, largest_file=LARGEST_FILE)
     assert failure.value.reports[0].exit_code == 1
     said = failure.value.reports[0].output

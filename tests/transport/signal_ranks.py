@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -56,6 +57,7 @@ def wait_for_one_that_ends(*, directory: str, ranks: int, does_its_part: bool) -
         if does_its_part:
             while segment.is_alive(ranks - 1):
                 time.sleep(0.01)
+            time.sleep(0.4 if rank == 1 else 0.0)  # the others look who lives meanwhile
         if does_its_part or rank != 1:
             signals.publish(COUNTERS, 1)
         signals.wait(COUNTERS, 1, lambda: "do its part of unit u in forward")
@@ -64,6 +66,27 @@ def wait_for_one_that_ends(*, directory: str, ranks: int, does_its_part: bool) -
 
     end = watch(work, directory=directory, ranks=ranks)
     return end, float(Path(directory, "ended at").read_text())
+
+
+def end_between_two_looks() -> dict[str, str]:
+    """Rank 1 does its part and ends just after rank 0 has seen that it is behind."""
+    init_gloo()
+    segment = make_segment()
+    signals, turn = make_signals(segment), Turn()
+    if dist.get_rank() == 1:
+        turn.wait_for("seen behind")
+        signals.publish(COUNTERS, 1)
+        turn.say("did its part")
+        return {}
+
+    def is_alive(rank: int) -> bool:
+        turn.say("seen behind")
+        turn.wait_for("did its part")
+        return False
+
+    signals.publish(COUNTERS, 1)
+    with mock.patch.object(segment, "is_alive", is_alive):
+        return {"told": told(lambda: signals.wait(COUNTERS, 1, lambda: "do its part"))}
 
 
 def wrap_around() -> list[int]:

@@ -40,6 +40,10 @@ def test_a_rank_that_did_its_part_may_end(tmp_path: Path) -> None:
     assert [end.how for end, _ in results] == ["returned", "returned", "killed"], results
 
 
+def test_a_rank_may_do_its_part_and_end_between_two_looks() -> None:
+    assert run_ranks(2, signal_ranks.end_between_two_looks)[0]["told"] == "runs"
+
+
 def test_counters_wrap_around() -> None:
     first, second = run_ranks(2, signal_ranks.wrap_around)
     assert first == second
