@@ -7,6 +7,8 @@ parameter and this rank's slice of the sum where the next layer or the optimizer
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,14 +60,17 @@ class Gloo(Variant):
         super().__init__(numel, group.size())
         self._group = group
         self.gathered = torch.zeros(numel)
+        # Newer torch has other names for them, and warns of these.
+        self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def all_gather(self) -> None:
         """`all_gather_into_tensor`."""
-        dist.all_gather_into_tensor(self.gathered, self.shard, group=self._group)
+        self._gather(self.gathered, self.shard, group=self._group)
 
     def reduce_scatter(self) -> None:
         """`reduce_scatter_tensor`."""
-        dist.reduce_scatter_tensor(self.reduced, self.gradient, group=self._group)
+        self._reduce(self.reduced, self.gradient, group=self._group)
 
 
 class OursC10d(Variant):
