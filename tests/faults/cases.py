@@ -31,7 +31,9 @@ from tests.support import init_gloo
 FAILING_RANK = 1
 
 
-def _sharded(replicate: int, shard: int, *, reshard: bool = True, timeout_s: float = 60.0) -> nn.Module:
+def _sharded(
+    replicate: int, shard: int, *, reshard: bool = True, timeout_s: float = 60.0, residence: Any = "private"
+) -> nn.Module:
     mesh = mesh_from_group(
         dist.group.WORLD,
         Topology.from_supernode_size(replicate * shard, shard),
@@ -41,8 +43,8 @@ def _sharded(replicate: int, shard: int, *, reshard: bool = True, timeout_s: flo
     )
     model: Any = make_model("transformer")
     for block in model.units():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, residence=residence)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, residence=residence)
     return model
 
 

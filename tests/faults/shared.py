@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from hp_plugin import HyperAdamW
+from hp_plugin.core.fsdp.root import unit_of
+from hp_plugin.core.fsdp.shared_fulls import AliasedFulls
 from hp_plugin.core.transport.shm import GradientRing
 from tests.faults.cases import _loss, _sharded
 from tests.faults.watched import End, end_process, watch
@@ -24,7 +26,15 @@ Fail = Callable[[], None]
 
 
 def train_and_fail(
-    *, phase: str, how: str, replicate: int, shard: int, timeout_s: float, directory: str, failing: list[int]
+    *,
+    phase: str,
+    how: str,
+    replicate: int,
+    shard: int,
+    residence: str,
+    timeout_s: float,
+    directory: str,
+    failing: list[int],
 ) -> tuple[End, float | None]:
     """Trains in a child of each rank; those of `failing` end in `phase`.
 
@@ -33,7 +43,9 @@ def train_and_fail(
     """
 
     def work() -> None:
-        _train(phase, how if int(os.environ["RANK"]) in failing else None, replicate, shard, timeout_s, directory)
+        init_gloo(timeout_s=timeout_s)
+        model = _sharded(replicate, shard, timeout_s=timeout_s, residence=residence)
+        _train(model, phase, how if int(os.environ["RANK"]) in failing else None, directory)
 
     end = watch(work, directory=directory, ranks=replicate * shard)
     try:
@@ -43,9 +55,7 @@ def train_and_fail(
         return end, None
 
 
-def _train(phase: str, how: str | None, replicate: int, shard: int, timeout_s: float, directory: str) -> None:
-    init_gloo(timeout_s=timeout_s)
-    model: Any = _sharded(replicate, shard, timeout_s=timeout_s)
+def _train(model: nn.Module, phase: str, how: str | None, directory: str) -> None:
     optimizer = HyperAdamW(model.parameters())
     here = ""
 
@@ -93,10 +103,24 @@ def _on_the_lane(model: Any, fail: Fail) -> None:
     GradientRing._sum = failing  # type: ignore[method-assign]
 
 
+def _inside_the_step(model: Any, fail: Fail) -> None:
+    # Aliased shards of the units before are written when those of the last block are to be.
+    before_update = AliasedFulls.before_update
+    last = unit_of(model.blocks[-1])
+
+    def failing(self: AliasedFulls) -> None:
+        if self._unit is last:
+            fail()
+        before_update(self)
+
+    AliasedFulls.before_update = failing  # type: ignore[method-assign]
+
+
 _INJECTIONS: dict[str, Callable[[Any, Fail], None]] = {
     "forward": _in_forward,
     "backward": _in_backward,
     "lane": _on_the_lane,
+    "inside the step": _inside_the_step,
 }
 
 

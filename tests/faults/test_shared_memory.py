@@ -29,12 +29,13 @@ WAITS = {
     ),
     "lane": ("gradients", "parameters of unit", "last use of unit"),
     "step": (f"to publish its parameters of unit {ROOT}",),
+    "inside the step": (f"to publish its parameters of unit {ROOT}",),
     "between steps": (f"to publish its parameters of unit {ROOT}",),
 }
 
 
 def fail_in(
-    phase: str, how: str, mesh: tuple[int, int], directory: Path, failing: tuple[int, ...] = (FAILING_RANK,)
+    phase: str, how: str, mesh: tuple[int, int], directory: Path, *, residence: str = "private"
 ) -> tuple[list[End], float]:
     """How all ranks ended, and when the failing one failed."""
     with nothing_is_left(current_session().marker):
@@ -46,13 +47,14 @@ def fail_in(
             how=how,
             replicate=mesh[0],
             shard=mesh[1],
+            residence=residence,
             timeout_s=TIMEOUT_S if how == "stop" else 60.0,
             directory=str(directory),
-            failing=list(failing),
+            failing=[FAILING_RANK],
         )
     moments = [failed for _, failed in found if failed is not None]
-    assert len(moments) == len(failing), found
-    return [end for end, _ in found], max(moments)
+    assert len(moments) == 1, found
+    return [end for end, _ in found], moments[0]
 
 
 def check_survivor(end: End, phase: str, how: str) -> None:
@@ -73,6 +75,14 @@ def test_the_peer_names_rank_unit_and_phase(phase: str, how: str, tmp_path: Path
     assert ends[FAILING_RANK].how == {"kill": "killed", "stop": "stopped"}[how]
     check_survivor(ends[0], phase, how)
     assert ends[0].at - failed < SOON_S + (TIMEOUT_S if how == "stop" else 0.0)
+
+
+@pytest.mark.parametrize("phase", ["inside the step", pytest.param("backward", marks=pytest.mark.full)])
+def test_with_aliased_shards_it_is_the_same(phase: str, tmp_path: Path) -> None:
+    ends, failed = fail_in(phase, "kill", (1, 2), tmp_path, residence="aliased")
+    assert ends[FAILING_RANK].how == "killed"
+    check_survivor(ends[0], phase, "kill")
+    assert ends[0].at - failed < SOON_S
 
 
 @pytest.mark.parametrize("phase", ["backward", "lane"])

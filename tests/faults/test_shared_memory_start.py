@@ -67,7 +67,9 @@ def test_a_shortage_is_an_error_at_start_on_all_ranks(odd: int) -> None:
         assert result["afterwards"] == ["shm", 2]
 
 
-@pytest.mark.parametrize("widths", [(6, 6), (6, 300)], ids=["equal sizes", "other sizes"])
+@pytest.mark.parametrize(
+    "widths", [(6, 6), pytest.param((6, 300), marks=pytest.mark.full)], ids=["equal sizes", "other sizes"]
+)
 @pytest.mark.parametrize("orders", [("ab", "ba"), ("ab", "a"), ("ab", "b")], ids="-".join)
 def test_another_order_is_refused_and_never_a_wrong_sum(
     orders: tuple[str, str], widths: tuple[int, int], tmp_path: Path
@@ -104,6 +106,7 @@ def test_a_job_that_was_killed_leaves_nothing_and_the_next_one_starts(tmp_path: 
             how="kill",
             replicate=1,
             shard=2,
+            residence="private",
             timeout_s=60.0,
             directory=str(tmp_path),
             failing=[0, FAILING_RANK],

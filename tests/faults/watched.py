@@ -132,20 +132,24 @@ def _traces(marker: str, before: set[int]) -> list[str]:
         if pid not in before and "tests.support.zygote" not in Path(f"/proc/{pid}/cmdline").read_text():
             found.append(f"process {pid}")
         found += [f"{where} of process {pid}" for where in segments_of(pid)]
-    # Another job of this host may be setting up at this moment: whoever calls looks again.
-    return found + [line for line in Path("/proc/net/unix").read_text().splitlines() if "@hyperfsdp" in line]
+    return found
 
 
 def segments_of(pid: int) -> list[str]:
-    """What of shared memory a process maps or holds open, by the numbers of the files."""
+    """What of shared memory a process maps or holds open, by the numbers of the files: memory, and named sockets."""
     found = []
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    sockets = {line.split()[6] for line in lines if "@hyperfsdp" in line}
     try:
         with open(f"/proc/{pid}/maps") as maps:
             found += [f"memory file {line.split()[4]}" for line in maps if "memfd:hyperfsdp" in line]
         for each in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{each}"
-            if "memfd:hyperfsdp" in os.readlink(path):
-                found.append(f"memory file {os.stat(path).st_ino}")
+            target, number = os.readlink(path), str(os.stat(path).st_ino)
+            if "memfd:hyperfsdp" in target:
+                found.append(f"memory file {number}")
+            if target.startswith("socket:") and number in sockets:
+                found.append(f"socket {number}")
     except OSError:
         pass  # it has just ended
     return found
