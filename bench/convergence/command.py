@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from bench.convergence.trainers import LEARNING_RATE
 from bench.convergence.variants import FAULTS
 from bench.loopback import run_on_loopback
 from bench.report import Report, say
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 
 RANKS = 4
 _PRECISIONS = {"fp32": False, "bf16": True}
@@ -48,6 +50,7 @@ def _conditions(size: Size, steps: int) -> dict[str, Any]:
     return {
         "ranks": RANKS,
         "steps": steps,
+        "transport_asked_for": os.environ.get(TRANSPORT_VARIABLE) or "auto",
         "learning_rate": LEARNING_RATE,
         "layers": size.layers,
         "dim": size.dim,
