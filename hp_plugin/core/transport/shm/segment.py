@@ -153,7 +153,8 @@ def _share_file(group: dist.ProcessGroup, nbytes: int) -> int:
         step = _Step("handing over", nbytes)
         with step:
             if is_first:
-                _hand_out(channel, file, token, count=group.size() - 1)
+                with channel:  # closed also where this fails: who waits for the descriptor then hears of it
+                    _hand_out(channel, file, token, count=group.size() - 1)
             else:
                 file = _receive(channel)
                 undo.callback(os.close, file)
