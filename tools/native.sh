@@ -118,8 +118,9 @@ check_vectorised() {
         # Loops by name, with the instructions on four floats that each must have.
         BEGIN {
             split("accumulate_f32 fmul fadd/accumulate_bf16 fmul fadd/scale_copy_f32 fmul/scale_copy_bf16 fmul/" \
-                  "scale_copy_f32_bf16 fmul/scale_f32 fmul/add_f32 fadd/add_scale_f32 fadd fmul/add_bf16 fadd/" \
-                  "narrow_f32 fmul", entries, "/")
+                  "scale_copy_f32_bf16 fmul/scale_f32 fmul/add_f32 fadd/sum2_f32 fadd fmul/sum3_f32 fadd fmul/" \
+                  "sum4_f32 fadd fmul/add_bf16 fadd/widen_bf16 fmul/sum2_bf16_f32 fadd fmul/" \
+                  "sum4_bf16_f32 fadd fmul/narrow_f32 fmul/sum2_bf16 fadd fmul/sum4_bf16 fadd fmul", entries, "/")
             for (i in entries) {
                 count = split(entries[i], words, " ")
                 for (k = 2; k <= count; ++k) wanted[words[1] " " words[k]] = 1

@@ -69,7 +69,7 @@ using Scale = void (*)(Target*, const Source*, float, size_t, int32_t);
 template <typename Target, typename Source>
 void check_sum(Sum<Target, Source> kernel) {
   for (const size_t size : kSizes) {
-    for (int32_t terms = 1; terms <= 5; ++terms) {
+    for (int32_t terms = 1; terms <= 7; ++terms) {
       if (size == kLarge && terms != 3) continue;
       std::vector<std::vector<Source>> values;
       for (int32_t term = 0; term < terms; ++term) values.push_back(filled<Source>(size, 100 * size + term));
@@ -97,7 +97,7 @@ void check_sum(Sum<Target, Source> kernel) {
 template <typename T>
 void check_sum_in_place(Sum<T, T> kernel) {
   for (const size_t size : kSizes) {
-    for (int32_t terms = 1; terms <= 5; ++terms) {
+    for (int32_t terms = 1; terms <= 7; ++terms) {
       if (size == kLarge && terms != 4) continue;
       for (int32_t own = 0; own < std::min(terms, 2); ++own) {
         std::vector<std::vector<T>> values;

@@ -42,21 +42,22 @@ def both(
 
 
 @PAIRS
-@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("size", SIZES)
 def test_native_equals_reference(
     native_calls: NativeCalls, two_threads: None, narrow: torch.dtype, wide: torch.dtype, terms: int, size: int
 ) -> None:
     sources = [random(size, narrow, seed=seed) for seed in range(terms)]
-    for scale in (1.0, 0.25, 1 / 3):
-        for offset in (0, 1):
-            found, expected = both(sources, wide, scale, offset=offset)
-            assert torch.equal(bits(found), bits(expected)), (scale, offset)
-    assert native_calls.names == [FUNCTIONS[narrow, wide]] * 6
+    small = [(1.0, 0), (1.0, 1), (0.25, 0), (1 / 3, 1)]
+    cases = small if size < SIZES[-1] else small[-1:]
+    for scale, offset in cases:
+        found, expected = both(sources, wide, scale, offset=offset)
+        assert torch.equal(bits(found), bits(expected)), (scale, offset)
+    assert native_calls.names == [FUNCTIONS[narrow, wide]] * len(cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("terms", [1, 2, 3, 5])
+@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("position", [0, 1])
 def test_the_output_may_be_the_first_or_the_second_term(
     native_calls: NativeCalls, two_threads: None, dtype: torch.dtype, terms: int, position: int
@@ -102,7 +103,7 @@ def test_any_bit_patterns_add_up_as_in_torch(
     integer, width = (torch.int16, 16) if narrow == torch.bfloat16 else (torch.int32, 32)
     size = data.draw(st.integers(1, 70))
     pattern = st.integers(-(1 << (width - 1)), (1 << (width - 1)) - 1)
-    rows = data.draw(st.lists(st.lists(pattern, min_size=size, max_size=size), min_size=1, max_size=5))
+    rows = data.draw(st.lists(st.lists(pattern, min_size=size, max_size=size), min_size=1, max_size=7))
     scale = data.draw(st.sampled_from([1.0, 0.5, 1 / 3, -2.0]))
     terms = [torch.tensor(row, dtype=integer).view(narrow) for row in rows]
     with mock.patch.object(sums, "load_native", return_value=native_library):
