@@ -205,7 +205,12 @@ def _transport(found: Found) -> str:
 
 def _about_options(plan: Plan) -> str:
     common = "fp32 on every wire, AdamW (fused) everywhere"
-    if found := complaints(plan.settings, read_record()):
+    record = read_record()
+    found = complaints(plan.settings, record)
+    swept = record.get(OURS, {}).get("conditions", {}).get("transport_asked_for", "c10d")
+    if swept != plan.transport:
+        found.append(f"{OURS}: they were swept with the transport {swept}, and it was asked for {plan.transport} here")
+    if found:
         return f"{common}. Options that the recorded sweep does not support: {'; '.join(found)}."
     return f"Every variant runs the options that were best for it in the recorded sweep; {common}."
 

@@ -170,6 +170,15 @@ def test_sweep_records_options_without_the_transport() -> None:
     assert options == {"bucket_bytes": 1}
 
 
+def test_options_swept_with_another_transport_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = recorded.read_record()
+    record[OURS]["conditions"]["transport_asked_for"] = "shm"
+    monkeypatch.setattr(results, "read_record", lambda: record)
+    said = f"{OURS}: they were swept with the transport shm"
+    assert said in results._about_options(plan_of("c10d"))
+    assert said not in results._about_options(plan_of("shm"))
+
+
 def test_what_is_held_against_the_c10d_transport_runs_beside_it() -> None:
     chosen = command._chosen_sets(plan_of("auto"), ["no_zero_copy", "fsdp2"])
     assert chosen == {"fsdp2": ["fsdp2"], "transports": [OURS_C10D, "no_zero_copy"]}
