@@ -66,7 +66,7 @@ def test_the_output_may_be_the_first_or_the_second_term(
         return
     for size in (33, (1 << 19) + 5):
         sources = [random(size, dtype, seed=seed) for seed in range(terms)]
-        for scale in (1.0, 1 / 3):
+        for scale in (1.0, 1 / 3) if size == 33 else (1 / 3,):
             found, expected = both(sources, dtype, scale, in_place=position)
             apart, _ = both(sources, dtype, scale)
             assert torch.equal(bits(found), bits(expected))
