@@ -133,7 +133,7 @@ hash_of_environment() {
     (cd "$root" && cat "$constraints" && printf '%s' "$wanted $extras") | cksum | tr ' ' -
 }
 hash_of_package() {
-    (cd "$root" && cat pyproject.toml CMakeLists.txt hp_plugin/_version.py tools/bootstrap.sh $(find native -type f | LC_ALL=C sort)) | cksum | tr ' ' -
+    (cd "$root" && cat pyproject.toml CMakeLists.txt hp_plugin/_version.py tools/bootstrap.sh native/hp_native.h $(find native/src -type f | LC_ALL=C sort)) | cksum | tr ' ' -
 }
 
 # What the record says; nothing when the Python in the environment, or the one under it, is gone.

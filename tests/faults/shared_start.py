@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_plugin import HyperAdamW, MixedPrecisionPolicy, fully_shard
+from hp_plugin.core.fsdp.connect import TRANSPORT_VARIABLE
 from hp_plugin.core.fsdp.root import unit_of
 from hp_plugin.core.transport.shm import memory
 from tests.faults.cases import FAILING_RANK, _loss, _sharded
@@ -145,6 +146,25 @@ def start_with_shortages(*, odd: int) -> dict[str, Any]:
     assert unit is not None
     found["afterwards"] = [unit.describe()["transport"], len(set(segments_of(os.getpid())))]
     return found
+
+
+def run_with_other_transport() -> str:
+    """One rank was told to use collectives, the other to share memory."""
+    init_gloo(timeout_s=5.0)
+    os.environ[TRANSPORT_VARIABLE] = "c10d" if is_odd() else "shm"
+    model = _same()
+    return told(lambda: model(torch.ones(2, 8)))
+
+
+def start_without_descriptors() -> str:
+    """One rank may open no file at all."""
+    init_gloo(timeout_s=5.0)
+    _same()(torch.ones(2, 8))  # loads what is loaded late
+    model = _same()
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    with _limit(resource.RLIMIT_NOFILE, free) if is_odd() else contextlib.nullcontext():
+        return told(lambda: model(torch.ones(2, 8)))
 
 
 # ---- runs that differ by rank -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ It happens at the first gather of the root, where every rank is at the same plac
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -96,20 +97,22 @@ def _check_aliased(unit: Unit) -> None:
 
 def _obstacle(info: MeshInfo, wanted: str | None) -> str | None:
     """Why the ranks of the shard group do not share memory, alike on all of them; None where they do."""
-    if wanted == "c10d":
-        return "they were asked to"
     if info.device.type != "cpu":
         return f"tensors are on {info.device.type}, and shared memory serves the CPU"
     backend = backend_capabilities(info.shard_group, device_type="cpu").backend
     if backend != "gloo":
         return f"the process group runs on {backend}, and shared memory is set up over gloo"
     status = native_status()
-    found = agree(info.shard_group, (wanted, status.reason if status.library is None else None, _place()))
+    missing = status.reason if status.library is None else None
+    place, problem = _place()
+    found = agree(info.shard_group, (wanted, missing, place), problem=problem)
     if len({each for each, _, _ in found}) > 1:
         raise ConfigurationError(
             f"ranks of one shard group were asked for different transports: {[each for each, _, _ in found]}; set "
             f"transport, or {TRANSPORT_VARIABLE}, alike on all of them"
         )
+    if wanted == "c10d":
+        return "they were asked to"
     for _, missing, _ in found:
         if missing is not None:
             return f"a rank lacks the native library. {missing.rstrip('.')}"
@@ -118,11 +121,18 @@ def _obstacle(info: MeshInfo, wanted: str | None) -> str | None:
     return None
 
 
-def _place() -> tuple[str, int, int]:
-    """Where this process runs. Processes of equal places can hand one another descriptors of files."""
+def _place() -> tuple[tuple[str, int, int], str | None]:
+    """Where this process runs, and what kept it from finding out.
+
+    Processes of equal places can hand one another descriptors of files.
+    """
+    machine, namespace, problem = socket.gethostname(), 0, None
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        machine, namespace = socket.gethostname(), 0
-    return machine, namespace, os.geteuid()
+    except (FileNotFoundError, PermissionError):
+        pass  # no /proc: the name of the host must do
+    except OSError as error:
+        hint = "; raise the user limit on open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+        problem = f"asking the kernel where this rank runs failed: {error}{hint}"
+    return (machine, namespace, os.geteuid()), problem

@@ -108,6 +108,8 @@ class UnitHooks:
         if self._running or not self._recomputing or self._recomputing.pop():
             return output
         unit.forward_depth -= 1
+        if output is None and unit.phase is Phase.SHARDED:
+            return None  # its gather failed, and with it this forward
         has_backward = torch.is_grad_enabled() and self._watch_outputs(output)
         if unit.forward_depth > 0:
             return output

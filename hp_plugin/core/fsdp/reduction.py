@@ -187,10 +187,13 @@ class ReductionPipeline:
             if route.wire_dtype != route.dtype:
                 self.counters.copied_bytes += message.numel() * (route.wire_dtype.itemsize + route.dtype.itemsize)
         self._note("inter", "all-reduce", list(members))
-        crossing.tickets.append(bucket.lane.submit(lambda: self._cross(crossing, messages)))
+        earlier = tuple(crossing.tickets)
+        crossing.tickets.append(bucket.lane.submit(lambda: self._cross(crossing, messages, earlier)))
 
-    def _cross(self, crossing: Crossing, messages: list[torch.Tensor]) -> None:
+    def _cross(self, crossing: Crossing, messages: list[torch.Tensor], earlier: Sequence[Ticket]) -> None:
         """Runs on the lane: issues the reduction between supernodes. Its result is waited for elsewhere."""
+        for ticket in earlier:
+            ticket.wait()  # has run; raises where it failed: half a sum must not reach the other supernodes
         route = crossing.bucket.route
         assert route.group is not None
         for message in messages:

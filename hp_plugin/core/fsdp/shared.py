@@ -133,22 +133,48 @@ _ADVICE = 'Use transport="c10d", which shares no memory, or free some'
 
 def _check_alike(group: dist.ProcessGroup, units: Sequence[Unit]) -> None:
     """Raises SharedMemoryError on all ranks of `group` unless all have the same units."""
-    own = [
-        (unit.name, [(p.name, p.slot.shape, p.slot.dim, str(p.compute_dtype)) for p in unit.parameters],
-         str(unit.reduce_dtype) if unit.parameters else "")
-        for unit in units
-    ]  # fmt: skip
+    own = [(unit.name, _facts_of(unit)) for unit in units]
     everyone = agree(group, own)
     for rank, other in enumerate(everyone):
         if other == everyone[0]:
             continue
-        at = next((i for i, (a, b) in enumerate(zip(other, everyone[0])) if a != b), min(len(other), len(everyone[0])))
-        names = [repr(each[at][0]) if at < len(each) else "none" for each in (everyone[0], other)]
+        at, difference = _first_difference(everyone[0], other)
         raise SharedMemoryError(
-            f"ranks of one shard group have different units. Unit {at} is {names[0]} on rank "
-            f"{dist.get_global_rank(group, 0)} and {names[1]} on rank {dist.get_global_rank(group, rank)}, or has "
-            "other parameters, shapes or dtypes there; every rank must build and shard the same model"
+            f"ranks of one shard group have different units. Unit {at} of rank {dist.get_global_rank(group, 0)} and of "
+            f"rank {dist.get_global_rank(group, rank)}: {difference}. Every rank must build and shard the same model"
         )
+
+
+_Facts = list[tuple[str, str]]
+
+
+def _facts_of(unit: Unit) -> _Facts:
+    """What must be alike on all ranks, in the order in which it is compared: what it is, and how it is."""
+    facts = [("residence", unit.residence)]
+    for p in unit.parameters:
+        facts.append(("parameter", p.name))
+        facts.append((f"shape of {p.name}", str(tuple(p.slot.shape))))
+        facts.append((f"sharded dim of {p.name}", str(p.slot.dim)))
+        facts.append((f"compute dtype of {p.name}", str(p.compute_dtype)))
+    facts.append(("number of parameters", str(len(unit.parameters))))
+    if unit.parameters:
+        facts.append(("reduce dtype", str(unit.reduce_dtype)))
+    return facts
+
+
+def _first_difference(one: list[tuple[str, _Facts]], other: list[tuple[str, _Facts]]) -> tuple[int, str]:
+    """The number of the first unit that differs, and how."""
+    none: tuple[str, _Facts] = ("", [])
+    for at in range(max(len(one), len(other))):
+        (name, facts), (other_name, other_facts) = (each[at] if at < len(each) else none for each in (one, other))
+        if name != other_name:
+            return at, f"{name or 'none'} and {other_name or 'none'}"
+        for (what, value), (other_what, other_value) in zip(facts, other_facts):
+            if what != other_what:
+                return at, f"{name} has {what} and {other_what}"
+            if value != other_value:
+                return at, f"{what} of {name} is {value} and {other_value}"
+    raise AssertionError("they are equal")
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

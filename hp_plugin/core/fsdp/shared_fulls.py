@@ -90,7 +90,11 @@ class SharedFulls(FullTensors):
         """Waits until every rank has ended every use of the unit so far."""
         if not self._signals.has_reached(self._released, self._uses):
             with root.counters.waiting(WaitCause.PEERS):
-                self._signals.wait(self._released, self._uses, lambda: f"end its last use of unit {self._unit.name}")
+                self._signals.wait(
+                    self._released,
+                    self._uses,
+                    lambda: f"end its last use of unit {self._unit.name}, in forward or backward",
+                )
 
     def wait(self, root: Root) -> None:
         """As `FullTensors.wait`: until every rank has published."""
@@ -99,7 +103,7 @@ class SharedFulls(FullTensors):
         self._is_pending = False
         start = time.perf_counter()
         self._signals.wait(
-            self._published, self._publications, lambda: f"publish its parameters of unit {self._unit.name}"
+            self._published, self._publications, lambda: f"publish its parameters of unit {self._unit.name} in forward"
         )
         counters = root.counters
         counters.all_gathers += 1
