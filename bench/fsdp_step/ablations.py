@@ -34,10 +34,10 @@ class WaitingPipeline(ReductionPipeline):
 class PerParameterPipeline(ReductionPipeline):
     """Sends every parameter of a bucket by itself."""
 
-    def _cross(self, crossing: Crossing, messages: list[torch.Tensor]) -> None:
+    def _cross(self, crossing: Crossing, messages: list[torch.Tensor], earlier: Sequence[Ticket]) -> None:
         pieces = [piece for unit in crossing.members for piece in parameter_slots(unit)]
         self.counters.all_reduces += len(pieces) - len(messages)
-        super()._cross(crossing, pieces)
+        super()._cross(crossing, pieces, earlier)
 
 
 def parameter_slots(unit: UnitGradients) -> list[torch.Tensor]:
