@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hp_plugin
 from hp_plugin.core.fsdp.root import unit_of
 from hp_plugin.core.transport import C10dTransport
+from hp_plugin.core.transport.shm import GradientRing
 
 SHM, C10D, GLOO = "ours_shm", "ours_c10d", "gloo"
 SUM = "ours_shm_sum"
@@ -130,9 +131,9 @@ class OursShm(Variant):
 
     def reduce_scatter(self) -> None:
         """Copies the gradient into the ring, and adds up there."""
-        places = self._unit._places_of(self._gradients)
         (operand,) = self._gradients.operands
-        self._add_up(operand.reduction_operand([self.gradient], torch.float32, self._root.counters, out=places[0]))
+        place = self._place()
+        self._add_up(operand.reduction_operand([self.gradient], torch.float32, self._root.counters, out=place))
 
     def fill_slots(self) -> None:
         """Copies the gradient to wherever `sum_of_slots` will find one."""
@@ -141,11 +142,20 @@ class OursShm(Variant):
 
     def sum_of_slots(self) -> None:
         """As `reduce_scatter`, of a gradient that lies in the ring."""
-        (place,) = self._unit._places_of(self._gradients)
-        assert place is not None
-        self._add_up(place)
+        self._add_up(self._place())
+
+    def _place(self) -> torch.Tensor:
+        ring, unit = self._ring, self._unit
+        (operand,) = self._gradients.operands
+        entry, must_be_done = ring.place(unit._index, [operand.slot_numel * unit.info.shard_size], torch.float32)
+        ring.wait_until_free(must_be_done, unit._index)
+        return entry.operands[0]
 
     def _add_up(self, operand: torch.Tensor) -> None:
+        self._ring.reduce_scatter([self.reduced], [operand]).wait()
+
+    @property
+    def _ring(self) -> GradientRing:
         ring = self._unit._ring
         assert ring is not None
-        ring.reduce_scatter([self.reduced], [operand]).wait()
+        return ring

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, fields
 
 
 class WaitCause(str, enum.Enum):
-    """Why the thread that computes waited."""
+    """Why the thread that computes waited; in two cases, which say so, the lane beside it."""
 
     ALL_GATHER = "all_gather"
     """For the parameters of the unit that runs next. Unavoidable where the gather is late."""
     REDUCE_SCATTER = "reduce_scatter"
     """For the reduce-scatter of the unit before, whose operands are to go before this unit's begin to travel."""
     PEERS = "peers"
-    """For ranks of the supernode that still use the parameters of an earlier forward, in shared memory."""
+    """The lane, or an optimizer, waited for ranks of the supernode that still read the shared parameters of a unit."""
     RING = "ring"
-    """For a place to write gradients: all of the ring holds what ranks of the supernode have not added up."""
+    """The lane waited for a place to write gradients: the ring holds what ranks of the supernode have not added up."""
     WINDOW = "window"
     """For a buffer beside `.grad`: all that the window allows hold sums that cross between supernodes."""
     END_OF_BACKWARD = "end_of_backward"

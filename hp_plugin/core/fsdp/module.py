@@ -142,9 +142,13 @@ class FSDPModule:
     # ---- what the engine did ----------------------------------------------------------------------------------------
 
     def fsdp_counters(self) -> Counters:
-        """Totals of collectives, bytes and copies of the root of this module. Live object; see `reset()`."""
+        """Totals of collectives, bytes and copies of the root of this module. Live object; see `reset()`.
+
+        What lanes count is added at the end of each backward, and here.
+        """
         if not self._unit().has_root:
             self._attach_root()
+        self._unit().root.collect_counts()
         return self._unit().root.counters
 
     @contextlib.contextmanager

@@ -36,16 +36,23 @@ class Reduction:
     """One unit's gradients of one backward, to be reduced.
 
     Attributes:
-        operands: Inputs of the reduce-scatter, one per operand of the unit, 1-D.
+        operands: Inputs of the reduce-scatter, one per operand of the unit, 1-D; none where they are yet to be written.
+        dtype: Of the operands.
+        num_bytes: Of all operands.
         transport: What reduces inside the shard group; None where the group has one rank.
         all_reduce: Whether the sum crosses between supernodes and becomes `.grad`. False: it stays a partial sum.
         divide_factor: The sum over all ranks is divided by it.
+        start: Writes the operands and starts the reduction into the tensors given, 1-D, on the lane. None: `transport`
+            starts it at once.
     """
 
     operands: list[torch.Tensor]
+    dtype: torch.dtype
+    num_bytes: int
     transport: ReduceScatter | None
     all_reduce: bool
     divide_factor: float
+    start: Callable[[list[torch.Tensor]], Pending] | None = None
 
 
 @dataclass
@@ -125,16 +132,22 @@ class ReductionPipeline:
         adds = unit.partial is not None
         total = unit.partial if unit.partial is not None else bucket.begin_sum(unit, before_side=self._make_room)
         scattered = total
-        if adds or operands[0].dtype != total.dtype:
-            scattered = torch.empty_like(total, dtype=operands[0].dtype)
+        if adds or reduction.dtype != total.dtype:
+            scattered = torch.empty_like(total, dtype=reduction.dtype)
         slots = unit.slots(scattered)
+        started: list[Pending] = []
+        start: Ticket | None = None
         if reduction.transport is None:
-            pending: Pending = PendingCopies(slots, operands)
-            self.counters.copied_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
+            started.append(PendingCopies(slots, operands))
+            self.counters.copied_bytes += reduction.num_bytes
         else:
-            pending = reduction.transport.reduce_scatter(slots, operands)
+            begin = reduction.start
+            if begin is None:
+                started.append(reduction.transport.reduce_scatter(slots, operands))
+            else:
+                start = bucket.lane.submit(lambda: started.append(begin(slots)))
             self.counters.reduce_scatters += 1
-            self.counters.reduce_scatter_bytes += sum(o.numel() * o.dtype.itemsize for o in operands)
+            self.counters.reduce_scatter_bytes += reduction.num_bytes
             self._note("intra", "reduce-scatter", [unit])
 
         if scattered is not total and not adds:
@@ -144,7 +157,9 @@ class ReductionPipeline:
         operands.clear()
 
         def complete() -> None:
-            pending.wait()
+            if start is not None:
+                start.wait()  # has run; raises where it failed
+            started.pop().wait()
             if adds:
                 accumulate_scaled_(total, scattered, 1.0)
             elif scattered is not total:
@@ -152,8 +167,8 @@ class ReductionPipeline:
 
         ticket = bucket.lane.submit(complete)
         bucket.tickets.append(ticket)
-        # A transport that has copied the operands bounds by itself how many there are.
-        self._intra = ticket if reduction.transport is None or reduction.transport.keeps_operands else None
+        # What reads autograd's gradients: those of the unit before are gone before this one's are handed over.
+        self._intra = ticket if start is None else start
 
     def _settle_intra(self) -> None:
         """Waits for the reduction inside the supernode of the unit before, which has had a backward's time.

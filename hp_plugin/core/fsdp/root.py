@@ -74,6 +74,13 @@ class Root:
         if self._shared is None:
             self._shared = connect(self)
 
+    def collect_counts(self) -> None:
+        """Adds what lanes have counted so far to `counters`."""
+        for unit in self.units:
+            unit.collect_counts()
+        for memory in self._shared or ():
+            memory.collect_waits(self.counters)
+
     # ---- order ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
@@ -169,6 +176,7 @@ class Root:
         if self.is_last_backward:
             self.note("compute", "wait for every all-reduce")
             self.pipeline.flush()
+        self.collect_counts()
 
     def finish_backward_of(self, unit: Unit) -> None:
         """All gradients of `unit` of this backward exist: releases its full tensors and starts the reduction."""

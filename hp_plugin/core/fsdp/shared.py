@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.parameter import MeshInfo
 from hp_plugin.core.fsdp.shared_fulls import AliasedFulls, SharedFulls
 from hp_plugin.core.transport.shm import GradientRing, Segment, SharedMemoryError, Signals, agree
@@ -122,10 +123,26 @@ class SharedMemory:
             rows=(2 * len(units), 2 * len(units) + 1),
             name_of=lambda index: units[index].name,
         )
+        self._collected: dict[WaitCause, tuple[int, float]] = {}
         self.fulls: list[SharedFulls] = [
             (AliasedFulls if unit.residence == "aliased" else SharedFulls)(unit, index, segment, signals, offsets)
             for index, (unit, offsets) in enumerate(zip(units, plan.full_offsets))
         ]
+
+    def collect_waits(self, counters: Counters) -> None:
+        """Adds the waits of lanes since the last call to `counters`."""
+        now = {
+            WaitCause.RING: (self.ring.room_waits, self.ring.room_wait_seconds),
+            WaitCause.PEERS: (
+                sum(fulls.reader_waits for fulls in self.fulls),
+                sum(fulls.reader_wait_seconds for fulls in self.fulls),
+            ),
+        }
+        for cause, (count, seconds) in now.items():
+            wait, (old_count, old_seconds) = counters.waits[cause.value], self._collected.get(cause, (0, 0.0))
+            wait.count += count - old_count
+            wait.seconds += seconds - old_seconds
+        self._collected = now
 
 
 _ADVICE = 'Use transport="c10d", which shares no memory, or free some'

@@ -10,6 +10,7 @@ a slice before every rank has ended every use so far. There are two residences o
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,12 +22,17 @@ from hp_plugin.core.fsdp.fulls import FullTensors
 from hp_plugin.core.fsdp.parameter import ShardedParameter, install_fulls, install_shards
 from hp_plugin.core.fsdp.phase import Phase
 from hp_plugin.core.layout import watch_updates
+from hp_plugin.core.transport import Ticket, lane_of
 from hp_plugin.core.transport.shm import Segment, Signals
 from hp_plugin.errors import HyperParallelError, UnsupportedError
 
 if TYPE_CHECKING:
     from hp_plugin.core.fsdp.root import Root
     from hp_plugin.core.fsdp.unit import Unit
+
+
+_BYTES_FOR_A_LANE = 64 * 1024
+"""What takes as long to copy as to hand over to another thread."""
 
 
 class SharedFulls(FullTensors):
@@ -49,6 +55,10 @@ class SharedFulls(FullTensors):
         self._published, self._released = 2 * index, 2 * index + 1
         self._publications = self._uses = 0
         self._is_pending = False
+        self._writing: Ticket | None = None
+        self._lane = lane_of(segment.group, "cpu", role="gather")
+        self.reader_waits, self.reader_wait_seconds = 0, 0.0
+        """How often, and how long, a write had to wait for ranks that still read."""
         self._places = [(*owner, parameter) for parameter in self._parameters for owner in parameter.owners]
         self._with_shard: list[ShardedParameter] = []
         self._own: list[torch.Tensor] = []
@@ -75,26 +85,30 @@ class SharedFulls(FullTensors):
         return True
 
     def _publish(self, root: Root) -> None:
-        self._write(root)
+        """Writes this rank's slices and says so: on a lane, unless that costs more than the copy."""
         self._publications += 1
-        self._signals.publish(self._published, self._publications)
+        root.counters.copied_bytes += self._own_bytes
+        job = functools.partial(self._write_and_say, self._uses, self._publications)
+        if self._own_bytes < _BYTES_FOR_A_LANE:
+            job()
+        else:
+            self._writing = self._lane.submit(job)
 
-    def _write(self, root: Root) -> None:
-        """Writes this rank's slices."""
-        self._wait_for_readers(root)
+    def _write_and_say(self, uses: int, publication: int) -> None:
+        self._wait_for_readers(uses)
         if self._own:
             torch._foreach_copy_(self._own, [parameter.local for parameter in self._with_shard])
-            root.counters.copied_bytes += self._own_bytes
+        self._signals.publish(self._published, publication)
 
-    def _wait_for_readers(self, root: Root) -> None:
-        """Waits until every rank has ended every use of the unit so far."""
-        if not self._signals.has_reached(self._released, self._uses):
-            with root.counters.waiting(WaitCause.PEERS):
-                self._signals.wait(
-                    self._released,
-                    self._uses,
-                    lambda: f"end its last use of unit {self._unit.name}, in forward or backward",
-                )
+    def _wait_for_readers(self, uses: int) -> None:
+        """Waits until every rank has ended the first `uses` uses of the unit."""
+        if self._signals.has_reached(self._released, uses):
+            return
+        start = time.perf_counter()
+        what = f"end its last use of unit {self._unit.name}, in forward or backward"
+        self._signals.wait(self._released, uses, lambda: what)
+        self.reader_waits += 1
+        self.reader_wait_seconds += time.perf_counter() - start
 
     def wait(self, root: Root) -> None:
         """As `FullTensors.wait`: until every rank has published."""
@@ -102,6 +116,9 @@ class SharedFulls(FullTensors):
             return
         self._is_pending = False
         start = time.perf_counter()
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.wait()
         self._signals.wait(
             self._published, self._publications, lambda: f"publish its parameters of unit {self._unit.name} in forward"
         )
@@ -160,7 +177,7 @@ class AliasedFulls(SharedFulls):
     def take_in_shards(self, root: Root) -> None:
         """As `FullTensors.take_in_shards`: a replaced shard becomes the slice again."""
         if any(p.local.data_ptr() != own.data_ptr() for p, own in zip(self._with_shard, self._own)):
-            self._wait_for_readers(root)
+            self._wait_for_readers(self._uses)
             self._is_announced = True
             with torch.no_grad():
                 self._move_in()
@@ -178,10 +195,10 @@ class AliasedFulls(SharedFulls):
                 'residence="aliased" they are the memory in which all ranks compute: run the backward of every forward '
                 "first, reshard() it, or run forwards without a backward under torch.no_grad()"
             )
-        self._wait_for_readers(unit.root)
+        self._wait_for_readers(self._uses)
         self._is_announced = True
 
-    def _write(self, root: Root) -> None:
+    def _publish(self, root: Root) -> None:
         versions = self._versions_of_shards()
         if versions != self._written and not self._is_announced:
             raise UnsupportedError(
@@ -190,6 +207,8 @@ class AliasedFulls(SharedFulls):
                 'load_state_dict). Use residence="private" with other optimizers'
             )
         self._written, self._is_announced = versions, False
+        self._publications += 1
+        self._signals.publish(self._published, self._publications)
 
     def _versions_of_shards(self) -> list[int]:
         return [p.sharded._version + p.local._version for p in self._with_shard]

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hp_plugin.core.fsdp.bucket import Route
-from hp_plugin.core.fsdp.counters import WaitCause
+from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.fulls import FullTensors, GatheredFulls
 from hp_plugin.core.fsdp.gradients import UnitGradients
-from hp_plugin.core.fsdp.operand import group_operands
+from hp_plugin.core.fsdp.operand import Operand, group_operands
 from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
 from hp_plugin.core.fsdp.phase import Phase, check_transition
@@ -21,7 +21,7 @@ from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
 from hp_plugin.core.fsdp.reduction import Reduction
 from hp_plugin.core.kernels import accumulate_scaled_
 from hp_plugin.core.layout import announce_update
-from hp_plugin.core.transport import C10dTransport, Lane, lane_of
+from hp_plugin.core.transport import C10dTransport, Lane, Pending, lane_of
 from hp_plugin.core.transport.shm import GradientRing
 from hp_plugin.errors import HyperParallelError
 
@@ -97,6 +97,8 @@ class Unit:
         self._fulls: FullTensors = GatheredFulls(self.operands, info, self._transport)
         self._ring: GradientRing | None = None
         self._index = 0
+        self._on_lane, self._collected_bytes = Counters(), 0
+        """What the lane counts, which never touches the root's counters; and what of it these have already."""
         self.epoch = 0
         """Rises with every gather that finds other values in the shards than the one before."""
         self._shard_versions: list[int] = []
@@ -314,29 +316,48 @@ class Unit:
         return lane_of(self.info.replicate_group or shard_group, self.info.device.type)
 
     def _reduction(self, gradients: UnitGradients) -> Reduction:
-        operands = []
-        for operand, place in zip(gradients.operands, self._places_of(gradients)):
-            taken = [
-                p.take_gradient() if p.unsharded_gradient is None else self._taken_sum(p) for p in operand.parameters
-            ]
-            operands.append(operand.reduction_operand(taken, self.reduce_dtype, self.root.counters, out=place))
+        taken = [
+            [p.take_gradient() if p.unsharded_gradient is None else self._taken_sum(p) for p in operand.parameters]
+            for operand in gradients.operands
+        ]
+        operands: list[torch.Tensor] = []
+        start = None
+        if self._ring is None:
+            for operand, full in zip(gradients.operands, taken):
+                operands.append(operand.reduction_operand(full, self.reduce_dtype, self.root.counters))
+        else:
+            start = functools.partial(self._write_into_ring, self._ring, gradients.operands, taken)
+        numel = sum(operand.slot_numel for operand in gradients.operands) * self.info.shard_size
         return Reduction(
             operands=operands,
+            dtype=self.reduce_dtype,
+            num_bytes=numel * self.reduce_dtype.itemsize,
             transport=self._ring or self._transport,
             all_reduce=self.requires_all_reduce,
             divide_factor=self.divide_factor,
+            start=start,
         )
 
-    def _places_of(self, gradients: UnitGradients) -> Sequence[torch.Tensor | None]:
-        """Where the operands of the reduction are to be written; None: anywhere."""
-        if self._ring is None:
-            return [None] * len(gradients.operands)
-        numels = [operand.slot_numel * self.info.shard_size for operand in gradients.operands]
-        entry, must_be_done = self._ring.place(self._index, numels, self.reduce_dtype)
-        if not self._ring.is_free(must_be_done):
-            with self.root.counters.waiting(WaitCause.RING):
-                self._ring.wait_until_free(must_be_done, self._index)
-        return entry.operands
+    def _write_into_ring(
+        self,
+        ring: GradientRing,
+        operands: Sequence[Operand],
+        taken: list[list[torch.Tensor | None]],
+        outputs: list[torch.Tensor],
+    ) -> Pending:
+        """Runs on the lane: copies gradients to where the peers read them, and lets each go when it is there."""
+        numels = [operand.slot_numel * self.info.shard_size for operand in operands]
+        entry, must_be_done = ring.place(self._index, numels, self.reduce_dtype)
+        ring.wait_until_free(must_be_done, self._index)
+        for operand, place in zip(operands, entry.operands):
+            operand.reduction_operand(taken.pop(0), self.reduce_dtype, self._on_lane, out=place)
+        return ring.reduce_scatter(outputs, entry.operands)
+
+    def collect_counts(self) -> None:
+        """Adds what the lane has counted since the last call to the root's counters."""
+        new = self._on_lane.copied_bytes - self._collected_bytes
+        self._collected_bytes += new
+        self.root.counters.copied_bytes += new
 
     def _taken_sum(self, parameter: ShardedParameter) -> torch.Tensor | None:
         """The gradient of this backward and of earlier ones that did not communicate; `parameter` loses it."""

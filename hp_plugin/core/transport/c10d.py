@@ -34,7 +34,6 @@ class C10dTransport:
             same order.
     """
 
-    keeps_operands = True
     adds_in_rank_order = False
     """Whether sums must be formed in rank order. Messages do so anyway, the collectives of back ends do not."""
 

@@ -38,9 +38,6 @@ class Pending:
 class ReduceScatter(Protocol):
     """What reduces the gradients of a unit inside a shard group."""
 
-    keeps_operands: bool
-    """Whether the operands must live, unchanged, until the reduction has been waited for."""
-
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
         """Sums `inputs[i]` over all ranks and leaves this rank's slice of the sum in `outputs[i]`."""
 

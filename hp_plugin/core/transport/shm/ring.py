@@ -10,6 +10,7 @@ same sizes on all ranks, so an entry lies at the same place in each ring. An ent
 from __future__ import annotations
 
 import ctypes
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -99,9 +100,6 @@ class GradientRing:
         name_of: The name of a unit, by index, for messages.
     """
 
-    keeps_operands = False
-    """What is to be reduced has been copied: nothing else need be kept until it is."""
-
     def __init__(
         self,
         segment: Segment,
@@ -119,6 +117,8 @@ class GradientRing:
         self._ready, self._done = rows
         self._name_of = name_of
         self._entry: RingSlots | None = None
+        self.room_waits, self.room_wait_seconds = 0, 0.0
+        """How often, and how long, an entry had to wait for its place."""
 
     def place(self, unit: int, numels: Sequence[int], dtype: torch.dtype) -> tuple[RingSlots, int]:
         """Chooses the place of the next entry: the next one for `reduce_scatter`.
@@ -149,10 +149,15 @@ class GradientRing:
         return must_be_done == 0 or self._signals.has_reached(self._done, must_be_done)
 
     def wait_until_free(self, must_be_done: int, unit: int) -> None:
-        """Waits until every rank is done with so many entries. Raises PeerError."""
+        """Waits until every rank is done with so many entries, and counts it where it must. Raises PeerError."""
+        if self.is_free(must_be_done):
+            return
+        start = time.perf_counter()
         self._signals.wait(
             self._done, must_be_done, lambda: f"add up earlier gradients, in backward of unit {self._name_of(unit)}"
         )
+        self.room_waits += 1
+        self.room_wait_seconds += time.perf_counter() - start
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
         """Lets the peers read the entry that was placed last and has been written.
