@@ -133,7 +133,12 @@ hash_of_environment() {
     (cd "$root" && cat "$constraints" && printf '%s' "$wanted $extras") | cksum | tr ' ' -
 }
 hash_of_package() {
-    (cd "$root" && cat pyproject.toml CMakeLists.txt hp_plugin/_version.py tools/bootstrap.sh native/hp_native.h $(find native/src -type f | LC_ALL=C sort)) | cksum | tr ' ' -
+    (
+        cd "$root"
+        for path in pyproject.toml CMakeLists.txt hp_plugin/_version.py tools/bootstrap.sh native/* native/src/*; do
+            if [ -f "$path" ]; then cat "$path"; fi
+        done
+    ) | cksum | tr ' ' -
 }
 
 # What the record says; nothing when the Python in the environment, or the one under it, is gone.

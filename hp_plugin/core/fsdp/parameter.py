@@ -151,12 +151,6 @@ class ShardedParameter:
         assert isinstance(local, torch.Tensor)
         return local
 
-    def look_for_replacement(self) -> None:
-        """Calls `adopt_replacement` where the module holds another object than the sharded parameter."""
-        module, attribute = self.owners[0]
-        if module._parameters[attribute] is not self.sharded:
-            self.adopt_replacement()
-
     def adopt_replacement(self) -> None:
         """Takes over a Parameter that replaced the sharded one (`load_state_dict(assign=True)`).
 

@@ -67,6 +67,7 @@ class Unit:
         self.modules = tuple(modules)
         self.parameters = parameters
         self.operands = group_operands(parameters)
+        self._held = [(*parameter.owners[0], parameter) for parameter in parameters]
         self.info = info
         self.policy = policy
         self.options = options
@@ -169,8 +170,9 @@ class Unit:
             self.root.connect()
         for_backward = is_in_backward() and self.epoch > 0
         if not for_backward:
-            for parameter in self.parameters:
-                parameter.look_for_replacement()
+            for module, attribute, parameter in self._held:
+                if module._parameters[attribute] is not parameter.sharded:
+                    parameter.adopt_replacement()
             self._fulls.take_in_shards(self.root)
             if self.shards_have_changed:
                 self._shard_versions = self._versions()
