@@ -21,8 +21,7 @@ from hp_plugin.core.fsdp.counters import WaitCause
 from hp_plugin.core.fsdp.fulls import FullTensors
 from hp_plugin.core.fsdp.parameter import ShardedParameter, install_fulls, install_shards
 from hp_plugin.core.fsdp.phase import Phase
-from hp_plugin.core.layout import watch_updates
-from hp_plugin.core.transport import Ticket, lane_of
+from hp_plugin.core.transport import Ticket, lane_of, watch_updates
 from hp_plugin.core.transport.shm import Segment, Signals
 from hp_plugin.errors import HyperParallelError, UnsupportedError
 

@@ -20,8 +20,7 @@ from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
 from hp_plugin.core.fsdp.reduction import Reduction
 from hp_plugin.core.kernels import accumulate_scaled_
-from hp_plugin.core.layout import announce_update
-from hp_plugin.core.transport import C10dTransport, Lane, Pending, lane_of
+from hp_plugin.core.transport import C10dTransport, Lane, Pending, announce_update, lane_of
 from hp_plugin.core.transport.shm import GradientRing
 from hp_plugin.errors import HyperParallelError
 

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
-from hp_plugin.core.layout import announce_update, local_tensor
+from hp_plugin.core.layout import local_tensor
+from hp_plugin.core.transport import announce_update
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 # Options of torch's AdamW that do not exist here. They stand in every parameter group with their off values, so that a
