@@ -23,6 +23,7 @@ from tests.faults.cases import FAILING_RANK, _loss, _sharded
 from tests.faults.shared import _losses
 from tests.faults.watched import End, segments_of, watch
 from tests.support import init_gloo
+from tests.support.told import told
 
 
 def is_odd() -> bool:
@@ -82,15 +83,6 @@ def run_with_other_units() -> dict[str, str]:
         found[kind] = told(lambda model=model: model(torch.ones(2, 8)))  # type: ignore[misc]
         del model
     return found
-
-
-def told(work: Callable[[], Any]) -> str:
-    """Type and message of what `work` raises; "runs" where it does not."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "runs"
 
 
 # ---- memory that does not suffice ---------------------------------------------------------------------------------

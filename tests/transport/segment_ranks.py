@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hp_plugin.core.transport.shm import segment as segment_module
 from tests.faults.watched import End, end_process, segments_of, watch
 from tests.support import init_gloo
-from tests.transport.shm_ranks import make_segment, told
+from tests.support.told import told
+from tests.transport.shm_ranks import make_segment
 
 
 def write_and_read(*, nbytes: int) -> dict[str, Any]:

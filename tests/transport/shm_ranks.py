@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,15 +14,6 @@ COUNTERS = 0
 """Row of the tests' own counters; the rings have the two that follow."""
 READY, DONE = 1, 2
 RING_AT = 4096
-
-
-def told(work: Callable[[], Any]) -> str:
-    """Type and message of what `work` raises; "runs" where it does not."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "runs"
 
 
 def make_segment(nbytes: int = RING_AT, *, group: dist.ProcessGroup | None = None) -> Segment:

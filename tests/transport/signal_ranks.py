@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hp_plugin.core.transport.shm import PeerError
 from tests.faults.watched import End, end_process, watch
 from tests.support import init_gloo
-from tests.transport.shm_ranks import COUNTERS, READY, Turn, make_segment, make_signals, told
+from tests.support.told import told
+from tests.transport.shm_ranks import COUNTERS, READY, Turn, make_segment, make_signals
 
 
 def wait_for_the_one_behind() -> dict[str, Any]:
