@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hp_plugin
 from hp_plugin.core.fsdp.root import unit_of
 from hp_plugin.core.transport import C10dTransport
-from hp_plugin.core.transport.shm import GradientRing
+from hp_plugin.core.transport.shm import GradientRing, RingSlots
 
 SHM, C10D, GLOO = "ours_shm", "ours_c10d", "gloo"
 SUM = "ours_shm_sum"
@@ -132,8 +132,9 @@ class OursShm(Variant):
     def reduce_scatter(self) -> None:
         """Copies the gradient into the ring, and adds up there."""
         (operand,) = self._gradients.operands
-        place = self._place()
-        self._add_up(operand.reduction_operand([self.gradient], torch.float32, self._root.counters, out=place))
+        entry = self._place()
+        operand.reduction_operand([self.gradient], torch.float32, self._root.counters, out=entry.operands[0])
+        self._ring.reduce_scatter(entry, [self.reduced]).wait()
 
     def fill_slots(self) -> None:
         """Copies the gradient to wherever `sum_of_slots` will find one."""
@@ -142,17 +143,14 @@ class OursShm(Variant):
 
     def sum_of_slots(self) -> None:
         """As `reduce_scatter`, of a gradient that lies in the ring."""
-        self._add_up(self._place())
+        self._ring.reduce_scatter(self._place(), [self.reduced]).wait()
 
-    def _place(self) -> torch.Tensor:
+    def _place(self) -> RingSlots:
         ring, unit = self._ring, self._unit
         (operand,) = self._gradients.operands
         entry, must_be_done = ring.place(unit._index, [operand.slot_numel * unit.info.shard_size], torch.float32)
         ring.wait_until_free(must_be_done, unit._index)
-        return entry.operands[0]
-
-    def _add_up(self, operand: torch.Tensor) -> None:
-        self._ring.reduce_scatter([self.reduced], [operand]).wait()
+        return entry
 
     @property
     def _ring(self) -> GradientRing:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from hp_plugin.core.transport.shm import GradientRing
 from hp_plugin.core.transport.shm.ring import entry_bytes
 from tests.support import init_gloo
-from tests.transport.shm_ranks import Turn, make_ring, told
+from tests.support.told import told
+from tests.transport.shm_ranks import Turn, make_ring
 
 Entry = tuple[int, list[int], torch.dtype]
 
@@ -52,7 +53,7 @@ def sums(*, dtypes: Sequence[torch.dtype], entries: int) -> list[str]:
                 operand.copy_(_operand(number, index, rank, operand.numel(), dtype))
             wide = torch.float32 if dtype == torch.bfloat16 and number % 2 else dtype
             outputs = [torch.full((n,), float("nan"), dtype=wide) for n in lengths]
-            waiting.append((number, outputs, ring.reduce_scatter(outputs, entry.operands)))
+            waiting.append((number, outputs, ring.reduce_scatter(entry, outputs)))
             for done, results, pending in list(waiting):
                 if number - done >= 1:
                     waiting.remove((done, results, pending))
@@ -96,7 +97,7 @@ def press_back() -> dict[str, Any]:
     turn.wait_for("added up")
     found["free then"] = ring.is_free(must_be_done)
     entry.operands[0].fill_(3.0)
-    ring.reduce_scatter([result], entry.operands).wait()
+    ring.reduce_scatter(entry, [result]).wait()
     found["sum"] = result.tolist()
     return found
 
@@ -106,7 +107,7 @@ def _enter(ring: GradientRing, number: int) -> tuple[Any, torch.Tensor]:
     ring.wait_until_free(must_be_done, number)
     entry.operands[0].fill_(float(number + 1))
     output = torch.empty(16)
-    return ring.reduce_scatter([output], entry.operands), output
+    return ring.reduce_scatter(entry, [output]), output
 
 
 def mix_up(*, entries: tuple[list[Entry], list[Entry]]) -> list[str]:
@@ -120,6 +121,6 @@ def mix_up(*, entries: tuple[list[Entry], list[Entry]]) -> list[str]:
         for operand in entry.operands:
             operand.fill_(1.0)
         outputs = [torch.zeros(n, dtype=dtype) for n in lengths]
-        found.append(told(ring.reduce_scatter(outputs, entry.operands).wait))
+        found.append(told(ring.reduce_scatter(entry, outputs).wait))
     dist.barrier()
     return found

@@ -85,7 +85,7 @@ def fully_shard(
         residence: Where this unit's shards live when ranks share memory. "private": in memory of the rank, from where
             they are written into the shared parameters before each forward. "aliased": a shard is the slice of the
             shared parameter, which saves that copy and its memory; it needs one dtype for both, shards on dim 0, and
-            HyperAdamW. Refused where memory is not shared.
+            HyperAdamW. Refused where memory is not shared, unless the shard group has one rank.
 
     Returns:
         `module`, which is an `FSDPModule` from now on.

@@ -23,7 +23,7 @@ from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
 from hp_plugin.core.fsdp.schedule import Schedule
 from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
-from hp_plugin.core.transport import Pending, ReduceScatter, all_reduce_sum
+from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
 from hp_plugin.core.transport.lane import Ticket
 from hp_plugin.core.transport.pending import PendingCopies
 
@@ -39,17 +39,17 @@ class Reduction:
         operands: Inputs of the reduce-scatter, one per operand of the unit, 1-D; none where they are yet to be written.
         dtype: Of the operands.
         num_bytes: Of all operands.
-        transport: What reduces inside the shard group; None where the group has one rank.
+        transport: Collectives of the shard group; None where it has one rank.
         all_reduce: Whether the sum crosses between supernodes and becomes `.grad`. False: it stays a partial sum.
         divide_factor: The sum over all ranks is divided by it.
-        start: Writes the operands and starts the reduction into the tensors given, 1-D, on the lane. None: `transport`
-            starts it at once.
+        start: Instead of a collective: writes the operands and starts their reduction into the tensors given, 1-D. Runs
+            on the lane.
     """
 
     operands: list[torch.Tensor]
     dtype: torch.dtype
     num_bytes: int
-    transport: ReduceScatter | None
+    transport: C10dTransport | None
     all_reduce: bool
     divide_factor: float
     start: Callable[[list[torch.Tensor]], Pending] | None = None

@@ -333,7 +333,7 @@ class Unit:
             operands=operands,
             dtype=self.reduce_dtype,
             num_bytes=numel * self.reduce_dtype.itemsize,
-            transport=self._ring or self._transport,
+            transport=self._transport,
             all_reduce=self.requires_all_reduce,
             divide_factor=self.divide_factor,
             start=start,
@@ -352,7 +352,7 @@ class Unit:
         ring.wait_until_free(must_be_done, self._index)
         for operand, place in zip(operands, entry.operands):
             operand.reduction_operand(taken.pop(0), self.reduce_dtype, self._on_lane, out=place)
-        return ring.reduce_scatter(outputs, entry.operands)
+        return ring.reduce_scatter(entry, outputs)
 
     def collect_counts(self) -> None:
         """Adds what the lane has counted since the last call to the root's counters."""

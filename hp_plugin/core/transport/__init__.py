@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from hp_plugin.core.transport.c10d import C10dTransport, all_reduce_sum
 from hp_plugin.core.transport.lane import Lane, Ticket, lane_of
-from hp_plugin.core.transport.pending import Pending, ReduceScatter
+from hp_plugin.core.transport.pending import Pending
 from hp_plugin.core.transport.updates import announce_update, watch_updates
 
 __all__ = [
     "C10dTransport",
     "Lane",
     "Pending",
-    "ReduceScatter",
     "Ticket",
     "all_reduce_sum",
     "announce_update",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,13 +33,6 @@ class Pending:
                 work.wait()
         self._works = ()
         self._keep = ()
-
-
-class ReduceScatter(Protocol):
-    """What reduces the gradients of a unit inside a shard group."""
-
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
-        """Sums `inputs[i]` over all ranks and leaves this rank's slice of the sum in `outputs[i]`."""
 
 
 class PendingCopies(Pending):

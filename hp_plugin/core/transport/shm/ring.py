@@ -116,12 +116,11 @@ class GradientRing:
         self._signals = signals
         self._ready, self._done = rows
         self._name_of = name_of
-        self._entry: RingSlots | None = None
         self.room_waits, self.room_wait_seconds = 0, 0.0
         """How often, and how long, an entry had to wait for its place."""
 
     def place(self, unit: int, numels: Sequence[int], dtype: torch.dtype) -> tuple[RingSlots, int]:
-        """Chooses the place of the next entry: the next one for `reduce_scatter`.
+        """Chooses the place of the next entry. Entries are written, and given to `reduce_scatter`, in this order.
 
         Args:
             unit: Index of the unit.
@@ -141,8 +140,7 @@ class GradientRing:
         operands = [self._segment.tensor(start + at, numel, dtype) for at, numel in zip(offsets, numels)]
         # A digest, not a hash: it must be the same in every process.
         header = (number, unit, zlib.crc32(repr((list(numels), dtype)).encode()))
-        self._entry = RingSlots(number, offset, unit, operands, offsets, header)
-        return self._entry, must_be_done
+        return RingSlots(number, offset, unit, operands, offsets, header), must_be_done
 
     def is_free(self, must_be_done: int) -> bool:
         """Whether every rank is done with so many entries."""
@@ -159,18 +157,16 @@ class GradientRing:
         self.room_waits += 1
         self.room_wait_seconds += time.perf_counter() - start
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Pending:
-        """Lets the peers read the entry that was placed last and has been written.
+    def reduce_scatter(self, entry: RingSlots, outputs: Sequence[torch.Tensor]) -> Pending:
+        """Lets the peers read an entry that has been written.
 
         Args:
+            entry: The entry.
             outputs: Where this rank's slices of the sums go, 1-D, one per operand.
-            inputs: The operands of the entry.
 
         Returns:
             What waits for the peers' entries and adds up, on whatever thread.
         """
-        entry, self._entry = self._entry, None
-        assert entry is not None and len(inputs) == len(entry.operands)
         self._write_header(entry)
         self._signals.publish(self._ready, entry.number + 1)
         return _PendingSum(self, entry, outputs)
