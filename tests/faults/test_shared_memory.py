@@ -19,12 +19,13 @@ SOON_S = 3.0
 TIMEOUT_S = 2.0
 PHASES = ("set-up", "forward", "backward", "lane", "step", "between steps")
 ROOT = "root"
-# A phase: what the peer may be waiting for when it notices. On the lane that depends on what had been written.
+# A phase: what the peer may be waiting for when it notices. A rank that dies takes what its lanes had not yet done with
+# it, so in backward that may be gradients of a unit before the one that it died in.
 WAITS = {
     "set-up": ("to set up shared memory, before the first gather of a model",),
     "forward": ("to publish its parameters of unit blocks.1",),
     "backward": (
-        "to write its gradients of unit blocks.1 in backward",
+        "to write its gradients of unit blocks.",
         "to add up earlier gradients, in backward of unit blocks",
     ),
     "lane": ("gradients", "parameters of unit", "last use of unit"),
