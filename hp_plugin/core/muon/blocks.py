@@ -52,8 +52,7 @@ class MatrixView:
             if len(shape) == 3:
                 raise UnsupportedError(
                     f"a parameter of shape {shape} may be a stack of matrices (experts) or a 1-D convolution; say "
-                    'which with blocks=stack() or blocks=convolution() (names in "blocks" of hypermuon options), or '
-                    "give it to AdamW"
+                    "which with the split Stack() or Convolution(), or give it to AdamW"
                 )
             kind = "matrix" if len(shape) == 2 else "convolution"
         fits = {"matrix": len(shape) == 2, "stack": len(shape) == 3, "convolution": len(shape) >= 3}[kind]
