@@ -81,8 +81,8 @@ class Interleaved:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", _checked_names(self.names))
-        object.__setattr__(self, "sizes", tuple(_positive("a size", size) for size in self.sizes))
-        _positive("groups", self.groups)
+        object.__setattr__(self, "sizes", tuple(positive("a size", size) for size in self.sizes))
+        positive("groups", self.groups)
         _checked_dim(self.dim)
         if len(self.sizes) != len(self.names):
             raise ConfigurationError(f"a split names {len(self.names)} parts {self.names}, but has sizes {self.sizes}.")
@@ -162,7 +162,7 @@ class PerHead:
     kind: ClassVar[ViewKind | None] = None
 
     def __post_init__(self) -> None:
-        _positive("num_heads", self.num_heads)
+        positive("num_heads", self.num_heads)
         _checked_dim(self.dim)
 
     def __call__(self, view: MatrixView) -> tuple[Block, ...]:
@@ -189,7 +189,7 @@ class GroupedRows:
     kind: ClassVar[ViewKind | None] = None
 
     def __post_init__(self) -> None:
-        _positive("num_experts", self.num_experts)
+        positive("num_experts", self.num_experts)
         _checked_dim(self.dim)
 
     def __call__(self, view: MatrixView) -> tuple[Block, ...]:
@@ -234,7 +234,7 @@ class Convolution:
     kind: ClassVar[ViewKind | None] = "convolution"
 
     def __post_init__(self) -> None:
-        _positive("groups", self.groups)
+        positive("groups", self.groups)
 
     def __call__(self, view: MatrixView) -> tuple[Block, ...]:
         """The blocks of `view`; ConfigurationError if it does not fit."""
@@ -273,74 +273,9 @@ class Nested:
         return f"{self.outer}; " + "; ".join(f"{name}: {split}" for name, split in self.inner)
 
 
-# -------------------------------------------------------------------------------------- what known models store
-
-
 def nested(outer: Split, **inner: Split) -> Nested:
     """Cuts the blocks of `outer` that `inner` names further: `nested(qkv(32, 8, 128), q=PerHead(32))`."""
     return Nested(outer, tuple(inner.items()))
-
-
-def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> RowSplit:
-    """Fused QKV with all queries first, then all keys, then all values, as Hugging Face models store it."""
-    return RowSplit(("q", "k", "v"), (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim))
-
-
-def qkv_interleaved(num_query_groups: int, heads_per_group: int, head_dim: int, *, gated: bool = False) -> Interleaved:
-    """Fused QKV by query group, as Megatron's `linear_qkv` and GPT-NeoX's `query_key_value` store it.
-
-    Args:
-        num_query_groups: Key-value heads of the whole model, not of a tensor-parallel rank.
-        heads_per_group: Query heads per group; 1 without grouped-query attention.
-        head_dim: Rows per head.
-        gated: A gate as large as the queries follows them (Megatron's `attention_output_gate`).
-
-    Within a group: the queries, the gate if any, one key head, one value head. Source: Megatron-LM,
-    `SelfAttention.get_query_key_value_tensors`.
-    """
-    queries = _positive("heads_per_group", heads_per_group) * _positive("head_dim", head_dim)
-    if gated:
-        return Interleaved(num_query_groups, ("q", "gate", "k", "v"), (queries, queries, head_dim, head_dim))
-    return Interleaved(num_query_groups, ("q", "k", "v"), (queries, head_dim, head_dim))
-
-
-def gate_up() -> RowSplit:
-    """Fused gate and up projection: the first half of the rows is the gate."""
-    return RowSplit(("gate", "up"))
-
-
-def mla_q_up(num_heads: int, nope_dim: int, rope_dim: int) -> Interleaved:
-    """Latent attention's queries (`linear_q_up_proj`, `linear_q_proj`, `q_b_proj`): per head nope, then rope."""
-    return Interleaved(num_heads, ("q_nope", "q_rope"), (nope_dim, rope_dim))
-
-
-def mla_kv_up(num_heads: int, nope_dim: int, v_dim: int) -> Interleaved:
-    """Latent attention's projection of the latent (`linear_kv_up_proj`, `kv_b_proj`): per head key, then value."""
-    return Interleaved(num_heads, ("k_nope", "v"), (nope_dim, v_dim))
-
-
-def mla_kv_down(kv_lora_rank: int, rope_dim: int) -> RowSplit:
-    """Latent attention's `linear_kv_down_proj` or `kv_a_proj_with_mqa`: the latent, then the rope key of all heads."""
-    return RowSplit(("kv", "k_rope"), (kv_lora_rank, rope_dim))
-
-
-def mla_qkv_down(q_lora_rank: int, kv_lora_rank: int, rope_dim: int, *, tensor_parallel: int = 1) -> Nested:
-    """Megatron's fused down projection (`linear_qkv_down_proj`) of queries and of keys and values.
-
-    Args:
-        q_lora_rank: Rows of the query's latent.
-        kv_lora_rank: Rows of the latent of keys and values.
-        rope_dim: Rows of the rope key that all heads share.
-        tensor_parallel: Ranks over which the rows are divided. Each holds its part of the query rows, then its part of
-            the others (`FusedMLASelfAttention._qkv_down_projection`), so the whole weight is interleaved by rank.
-    """
-    for what, size in (("q_lora_rank", q_lora_rank), ("kv_lora_rank + rope_dim", kv_lora_rank + rope_dim)):
-        if size % _positive("tensor_parallel", tensor_parallel):
-            raise ConfigurationError(f"{what} = {size} rows cannot be divided over {tensor_parallel} ranks.")
-    sizes = (q_lora_rank // tensor_parallel, (kv_lora_rank + rope_dim) // tensor_parallel)
-    return nested(
-        Interleaved(tensor_parallel, ("q", "kv"), sizes), kv=RowSplit(("latent", "k_rope"), (kv_lora_rank, rope_dim))
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic
@@ -416,7 +351,8 @@ def _suffix(inner: Split) -> str:
     return "" if inner == Whole() else f", each {inner}"
 
 
-def _positive(what: str, value: int) -> int:
+def positive(what: str, value: int) -> int:
+    """`value`, if it is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{what} of a split must be a positive integer, but is {value!r}.")
     return value
