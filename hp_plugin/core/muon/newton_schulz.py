@@ -142,21 +142,20 @@ class NewtonSchulz:
                 f"coefficients={self.coefficients!r} must be one (a, b, c) per step; resolve_coefficients() makes them"
             )
         if not 0 < self.eps < math.inf:
-            raise ConfigurationError(
-                f"eps={self.eps!r}: matrices are divided by their norm or by eps, which must be > 0"
-            )
+            raise ConfigurationError(f"eps={self.eps!r} must be > 0: a matrix is divided by its norm, at least by eps")
         if self.dtype not in _DTYPES:
             raise ConfigurationError(f"Newton-Schulz runs in one of {_names(_DTYPES)}, not in {_names([self.dtype])}")
         if self.kernel not in ("auto", "loop", "batched", "gram"):
             raise ConfigurationError(f'kernel={self.kernel!r}: the kernels are "auto", "loop", "batched" and "gram"')
         if self.kernel == "gram" and self.dtype == torch.bfloat16:
             raise UnsupportedError(
-                'kernel="gram" in bfloat16 is numerically unusable: singular values leave [0, 1.2] and some coefficient '
-                'sets overflow. Use float16 or float32 with "gram", or another kernel in bfloat16'
+                'kernel="gram" in bfloat16 is numerically unusable: singular values leave [0, 1.2], and some '
+                'coefficient sets overflow. Use float16 or float32 with "gram", or another kernel in bfloat16'
             )
         if self.exact and self.dtype != torch.bfloat16:
             raise ConfigurationError(
-                f"exact=True repeats torch.optim.Muon, which iterates in bfloat16, and the dtype is {_names([self.dtype])}"
+                "exact=True repeats torch.optim.Muon, which iterates in bfloat16, and the dtype is "
+                f"{_names([self.dtype])}"
             )
         if self.exact and self.kernel not in ("auto", "loop"):
             raise ConfigurationError(
@@ -180,8 +179,8 @@ class NewtonSchulz:
         """
         if matrices.ndim != 3 or not matrices.is_floating_point():
             raise ConfigurationError(
-                f"Newton-Schulz takes a stack (B, m, n) of real floating-point matrices, not {tuple(matrices.shape)} of "
-                f"{_names([matrices.dtype])}; a single matrix is a stack of 1"
+                "Newton-Schulz takes a stack (B, m, n) of real floating-point matrices, not "
+                f"{tuple(matrices.shape)} of {_names([matrices.dtype])}; a single matrix is a stack of 1"
             )
         batch, m, n = matrices.shape
         tall = m > n
@@ -306,7 +305,7 @@ def _segments(coefficients: Sequence[Coefficients]) -> Iterator[Sequence[Coeffic
 def _addmm(
     x: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """beta x + alpha (left @ right) of matrices or of stacks of them."""
+    """Returns beta x + alpha (left @ right), of matrices or of stacks of them."""
     function = torch.addmm if x.ndim == 2 else torch.baddbmm
     return function(x, left, right, beta=beta, alpha=alpha, out=out)
 

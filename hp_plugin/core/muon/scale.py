@@ -66,8 +66,8 @@ def scale_formula(mode: str) -> str:
     if mode and meant:
         choices = ", ".join(f"{alias!r} ({formula})" for alias, formula in meant.items())
         raise ConfigurationError(
-            f"scale={mode!r} is a library's name, and libraries mean different formulas by such names: say whose it is, "
-            f"as in {choices}, or name the formula itself"
+            f"scale={mode!r} is a library's name, and libraries mean different formulas by such names: say whose it "
+            f"is, as in {choices}, or name the formula itself"
         )
     raise ConfigurationError(
         f"there is no scale {mode!r}. The formulas are {', '.join(map(repr, FORMULAS))}; by their names in other "
