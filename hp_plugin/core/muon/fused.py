@@ -1,6 +1,7 @@
 """How known models store fused weights, as split descriptors.
 
-Sizes are those of the whole (global) weight, not of one rank's shard. Facts of Megatron-LM are as of its commit d98e8a6.
+Sizes are those of the whole (global) weight, not of one rank's shard. What is said of
+Megatron-LM is as of its commit d98e8a6.
 """
 
 from __future__ import annotations
