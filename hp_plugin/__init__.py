@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hp_plugin._version import __version__
 from hp_plugin.core.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_plugin.core.muon import HyperMuon
 from hp_plugin.core.optim import HyperAdamW, clip_grad_norm_
 from hp_plugin.core.topology import Topology, build_mesh
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
@@ -16,6 +17,7 @@ __all__ = [
     "ConfigurationError",
     "FSDPModule",
     "HyperAdamW",
+    "HyperMuon",
     "HyperParallelError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

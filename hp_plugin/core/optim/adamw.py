@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,55 +101,10 @@ class HyperAdamW(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        params: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        exp_avgs: list[torch.Tensor] = []
-        exp_avg_sqs: list[torch.Tensor] = []
-        steps: list[torch.Tensor] = []
         for param in group["params"]:
-            if param.grad is None:
-                continue
-            state = self.state[param] or self._new_state(param, fused=bool(group["fused"]))
-            local = local_tensor(param)
-            if local.numel() == 0:
-                state["step"] += 1
-                continue
-            params.append(local)
-            grads.append(_local_gradient(param))
-            exp_avgs.append(local_tensor(state["exp_avg"]))
-            exp_avg_sqs.append(local_tensor(state["exp_avg_sq"]))
-            steps.append(state["step"])
-        if not params:
-            return
-        announce_update(group["params"])
-        beta1, beta2 = group["betas"]
-        adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            foreach=group["foreach"],
-            fused=group["fused"],
-            has_complex=any(param.is_complex() for param in params),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-    def _new_state(self, param: torch.Tensor, *, fused: bool) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        # The fused kernels read the step on the device; the others would wait for the device to read it there.
-        device = local_tensor(param).device if fused else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state["exp_avg"] = _zeros_like(param)
-        state["exp_avg_sq"] = _zeros_like(param)
-        return state
+            if param.grad is not None and not self.state[param]:
+                self.state[param].update(new_adamw_state(param, fused=bool(group["fused"])))
+        step_adamw(group, self.state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads what `state_dict()` of the same mesh gave; also that of a `torch.optim.AdamW` without extras.
@@ -169,7 +125,72 @@ class HyperAdamW(Optimizer):
                 _check_state(param, self.state.get(param, {}))
 
 
-def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+def new_adamw_state(param: torch.Tensor, *, fused: bool = False) -> dict[str, Any]:
+    """The state of AdamW before its first step: `step`, `exp_avg` and `exp_avg_sq`, see `HyperAdamW`."""
+    # The fused kernels read the step on the device; the others would wait for the device to read it there.
+    device = local_tensor(param).device if fused else torch.device("cpu")
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": zeros_like_local(param),
+        "exp_avg_sq": zeros_like_local(param),
+    }
+
+
+def step_adamw(group: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+    """One step of AdamW for the parameters of a group that have a gradient. No communication, no autograd.
+
+    Args:
+        group: Parameters and options as in a parameter group of `HyperAdamW`.
+        states: Of each parameter with a gradient, the state that `new_adamw_state` made.
+    """
+    params: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    exp_avgs: list[torch.Tensor] = []
+    exp_avg_sqs: list[torch.Tensor] = []
+    steps: list[torch.Tensor] = []
+    for param in group["params"]:
+        if param.grad is None:
+            continue
+        state, local = states[param], local_tensor(param)
+        if local.numel() == 0:
+            state["step"] += 1
+            continue
+        params.append(local)
+        grads.append(local_gradient(param))
+        exp_avgs.append(local_tensor(state["exp_avg"]))
+        exp_avg_sqs.append(local_tensor(state["exp_avg_sq"]))
+        steps.append(state["step"])
+    if not params:
+        return
+    announce_update(group["params"])
+    beta1, beta2 = group["betas"]
+    adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        foreach=group.get("foreach"),
+        fused=group.get("fused"),
+        has_complex=any(param.is_complex() for param in params),
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def local_gradient(param: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter's gradient that this rank holds; it has one, placed as the parameter.
+
+    Raises:
+        ConfigurationError: It is placed otherwise.
+        UnsupportedError: It is sparse.
+    """
     grad = param.grad
     assert grad is not None
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
@@ -178,16 +199,24 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
             f"{grad.placements}; reduce or redistribute the gradient before the optimizer step."
         )
     if grad.is_sparse:
-        raise UnsupportedError("HyperAdamW does not support sparse gradients; use torch.optim.SparseAdam for them.")
+        raise UnsupportedError("sparse gradients are not supported; use torch.optim.SparseAdam for them.")
     return local_tensor(grad)
 
 
-def _zeros_like(param: torch.Tensor) -> torch.Tensor:
-    """Zeros of the local shape; for a `DTensor` wrapped in its spec, without dispatch or communication."""
-    zeros = torch.zeros_like(local_tensor(param), memory_format=torch.preserve_format, requires_grad=False)
+def zeros_like_local(param: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Zeros of the local shape; for a `DTensor` wrapped in its spec, without dispatch or communication.
+
+    Args:
+        param: A parameter.
+        dtype: Of the zeros; None is that of the parameter.
+    """
+    zeros = torch.zeros_like(local_tensor(param), dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if not isinstance(param, DTensor):
         return zeros
-    return DTensor(zeros, param._spec, requires_grad=False)
+    spec = param._spec
+    if dtype is not None and dtype != param.dtype and spec.tensor_meta is not None:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return DTensor(zeros, spec, requires_grad=False)
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -1,0 +1,347 @@
+"""`HyperMuon`: Muon for hidden matrices and AdamW for everything else, on parameters sharded in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
+
+from hp_plugin.core.layout import local_tensor
+from hp_plugin.core.muon.blocks import MatrixView, Split
+from hp_plugin.core.muon.communicator import Communicators, GroupCommunicators
+from hp_plugin.core.muon.counters import MuonCounters
+from hp_plugin.core.muon.distribution import Distribution, Piece
+from hp_plugin.core.muon.exchange import Contribution, Exchanger, read_runs, write_runs
+from hp_plugin.core.muon.momentum import advance, look_ahead_without_gradient
+from hp_plugin.core.muon.options import adamw_options, complete_group, muon_options, newton_schulz_of
+from hp_plugin.core.muon.plan import (
+    DEFAULT_WAVE_BYTES,
+    ExchangePlan,
+    MatrixParameter,
+    PlannedBlock,
+    check_agreement,
+    make_plan,
+)
+from hp_plugin.core.muon.scale import scale_factor
+from hp_plugin.core.muon.splits import blocks_of
+from hp_plugin.core.optim.adamw import local_gradient, new_adamw_state, step_adamw, zeros_like_local
+from hp_plugin.core.topology import Topology
+from hp_plugin.core.transport import announce_update
+from hp_plugin.errors import ConfigurationError, UnsupportedError
+
+
+class HyperMuon(Optimizer):
+    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/), distributed by the layout of its parameters.
+
+    Parameters may be plain tensors, DTensors on any mesh (sharded along any dims and axes, unevenly, with
+    `_StridedShard`, with empty local shards, replicated along axes), parameters of `fully_shard`, or tensors with an
+    explicit `Distribution`. Every logical matrix is orthogonalized once, by one rank of all that hold a part of it or a
+    copy, and the fewest bytes travel for it: see `hp_plugin.core.muon.plan`. With `exact=True` the result is, bit for
+    bit, that of `torch.optim.Muon` in one process that is given the same gradients.
+
+    State of each parameter, made when it is added and alike on all ranks: `momentum_buffer` for Muon (placed as the
+    parameter, `momentum_dtype`); `step`, `exp_avg` and `exp_avg_sq` for AdamW.
+
+    Args:
+        params: A model, whose parameters are then routed by `route`; or parameter groups, each with "algorithm" "muon"
+            or "adamw"; or parameters, all of them matrices. Names, where given, are used in messages.
+        lr: Learning rate of Muon, before the scale.
+        momentum: Decay of the momentum.
+        nesterov: Whether the gradient is taken into account once more.
+        weight_decay: Decoupled decay, multiplied by `lr` (not by the scale), of all parameters; see
+            `adam_weight_decay`.
+        adam_lr: Learning rate of the AdamW part.
+        adam_betas: Decay rates of AdamW.
+        adam_eps: Added to AdamW's denominator.
+        adam_weight_decay: Decay of the AdamW part; None is `weight_decay`.
+        splits: Of parameters that hold several matrices, how they are cut.
+        distributions: Of parameters that are plain tensors here, where their shards are.
+        process_group: Ranks that hold replicas of the parameters that are plain tensors, as with DDP: each matrix is
+            then orthogonalized by one of them. None: every rank works for itself.
+        topology: Which ranks share a supernode, for counters.
+        wave_bytes: Bytes of matrices that one rank owns in a wave; more waves overlap better, larger ones batch better.
+        communicators: How ranks are reached; None is torch.distributed.
+        **options: Everything else of Muon, by the names of `MuonOptions`: scale, coefficients, steps, ns_dtype, exact,
+            exchange, ...
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves it to `step` to skip, on all ranks alike
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        lr: float = 0.02,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        adam_lr: float = 3e-4,
+        adam_betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        adam_weight_decay: float | None = None,
+        splits: Mapping[Tensor, Split] | None = None,
+        distributions: Mapping[Tensor, Distribution] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Topology | None = None,
+        wave_bytes: int = DEFAULT_WAVE_BYTES,
+        communicators: Communicators | None = None,
+        **options: Any,
+    ) -> None:
+        self._splits: dict[Tensor, Split] = dict(splits or {})
+        self._distributions = dict(distributions or {})
+        self._process_group = process_group
+        self._topology = topology
+        self._wave_bytes = wave_bytes
+        self._communicators: Communicators = communicators or GroupCommunicators()
+        self._own_defaults = {
+            "muon": {
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+                **muon_options(options).as_group(),
+            },
+            "adamw": adamw_options(
+                lr=adam_lr,
+                betas=adam_betas,
+                eps=adam_eps,
+                weight_decay=weight_decay if adam_weight_decay is None else adam_weight_decay,
+            ),
+        }
+        self.counters = MuonCounters(topology)
+        self._exchanger: Exchanger | None = None
+        self._matrices: list[tuple[Tensor, dict[str, Any]]] = []
+        super().__init__(self._groups_of(params), {"lr": lr})
+        if not any(group["algorithm"] == "muon" for group in self.param_groups):
+            raise ConfigurationError(
+                "no parameter goes to Muon: every group has the algorithm adamw. Give it matrices, or use HyperAdamW"
+            )
+
+    def _groups_of(self, params: nn.Module | ParamsT) -> ParamsT:
+        if not isinstance(params, nn.Module):
+            return params
+        from hp_plugin.core.muon.routing import route  # a model is needed for it alone
+
+        routing = route(params)
+        self._splits = {**{p: split for p, split in routing.splits.items() if split is not None}, **self._splits}
+        return routing.param_groups()
+
+    # ---- parameters and state ---------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own. The exchange is planned anew at the next step.
+
+        Args:
+            param_group: `params`, and any of: `algorithm`, "muon" (the default) or "adamw", and the options of it.
+
+        Raises:
+            ConfigurationError: An option is unknown or out of range.
+            UnsupportedError: Muon is given a parameter that is no matrix.
+        """
+        super().add_param_group(complete_group(param_group, self._own_defaults))
+        group = self.param_groups[-1]
+        for index, parameter in enumerate(group["params"]):
+            if group["algorithm"] == "adamw":
+                self.state[parameter].update(new_adamw_state(parameter, fused=bool(group["fused"])))
+            else:
+                _check_matrix(self._name(group, index), parameter)
+                self.state[parameter]["momentum_buffer"] = zeros_like_local(parameter, group["momentum_dtype"])
+        self._exchanger = None
+
+    def _name(self, group: Mapping[str, Any], index: int) -> str:
+        names = group.get("param_names")
+        return names[index] if names else f"{index} of group {self.param_groups.index(group)}"  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads what `state_dict()` gave on the same mesh; dtypes stay as they are here.
+
+        To load on another mesh use `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` or
+        `hp_plugin.core.checkpoint`.
+
+        Raises:
+            ConfigurationError: Groups with other algorithms, or a state of another shape.
+        """
+        for mine, theirs in zip(self.param_groups, state_dict["param_groups"]):
+            if mine["algorithm"] != theirs.get("algorithm"):
+                raise ConfigurationError(
+                    f"a parameter group steps with {mine['algorithm']} here and has the state of "
+                    f"{theirs.get('algorithm')}: route the parameters alike, or import the momentum with "
+                    "hp_plugin.core.muon.convert"
+                )
+        # torch casts loaded state to the dtype of the parameter: fp32 momentum of bf16 weights would lose its bits.
+        state = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = state
+        packed = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(packed, parameters):
+            for name, value in state_dict["state"].get(key, {}).items():
+                _load_into(state[parameter], name, value, shape=tuple(parameter.shape))
+        self._exchanger = None
+
+    # ---- the step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters. Every rank that holds a part of a parameter must call, with or without gradients.
+
+        With a `torch.amp.GradScaler` gradients are unscaled here, and if any rank found infinities no rank changes
+        anything, momentum included.
+
+        Args:
+            closure: Evaluates the model again, with gradients, and returns the loss.
+
+        Returns:
+            What the closure returned, else None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.counters = MuonCounters(self._topology)
+        if self._skips():
+            return loss
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                step_adamw(group, self.state)
+        if self._exchanger is None:
+            self._exchanger = self._make_exchanger()
+        announce_update([parameter for parameter, _ in self._matrices])
+        self._decayed: set[int] = set()
+        self._exchanger.run(self._contribute, self._apply, self.counters)
+        return loss
+
+    def _skips(self) -> bool:
+        """Whether this step is to be left out because of an overflow; unscales gradients otherwise."""
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        found = found.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        if float(found) > 0:
+            return True
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        local_gradient(parameter).mul_(1.0 / float(scale))
+        return False
+
+    def _contribute(self, index: int) -> Contribution:
+        parameter, group = self._matrices[index]
+        buffer = local_tensor(self.state[parameter]["momentum_buffer"])
+        if parameter.grad is None:
+            update = look_ahead_without_gradient(buffer, group)
+        else:
+            update = advance(buffer, local_gradient(parameter), group)
+        return Contribution(_layers(update, self.plan.parameters[index].view), parameter.grad is not None)
+
+    def _apply(self, block: PlannedBlock, piece: Piece, values: Tensor) -> None:
+        parameter, group = self._matrices[block.parameter]
+        if parameter.grad is None and block.parameter not in self._decayed:
+            # Other ranks had a gradient: this one's is zero, and the momentum goes on.
+            self._decayed.add(block.parameter)
+            local_tensor(self.state[parameter]["momentum_buffer"]).mul_(group["momentum"])
+        scale = scale_factor(group["scale"], *block.block.shape, extra=group["extra_scale"])
+        layer = _layers(local_tensor(parameter), self.plan.parameters[block.parameter].view)[piece.layer]
+        target = read_runs(layer, piece.rows, piece.cols, local=True)
+        if group["weight_decay"]:
+            target.mul_(1 - group["lr"] * group["weight_decay"])
+        target.add_(values, alpha=-group["lr"] * scale)
+        if len(piece.rows) > 1 or len(piece.cols) > 1:  # then `target` is a copy
+            write_runs(layer, piece.rows, piece.cols, target, local=True)
+
+    # ---- the plan ---------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> ExchangePlan:
+        """Who orthogonalizes what. The first use is a collective: all ranks must make it, as the first step does."""
+        if self._exchanger is None:
+            self._exchanger = self._make_exchanger()
+        return self._exchanger.plan
+
+    def _make_exchanger(self) -> Exchanger:
+        self._matrices = []
+        parameters = []
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                for index, parameter in enumerate(group["params"]):
+                    self._matrices.append((parameter, group))
+                    parameters.append(self._matrix_parameter(self._name(group, index), parameter, group))
+        self._check_domains(parameters)
+        plan = make_plan(parameters, self._communicators.rank, loads_of=self._loads_of, wave_bytes=self._wave_bytes)
+        return Exchanger(plan, self._communicators, local_tensor(self._matrices[0][0]).device)
+
+    def _matrix_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> MatrixParameter:
+        distribution = self._distributions.get(parameter)
+        if distribution is None:
+            distribution = Distribution.of(parameter, process_group=self._process_group)
+            if isinstance(self._communicators, GroupCommunicators) and isinstance(parameter, DTensor):
+                self._communicators.know_mesh(parameter.device_mesh)
+        shape = parameter.shape if distribution is None else distribution.layout.global_shape
+        view, blocks = blocks_of(name, shape, self._splits.get(parameter))
+        return MatrixParameter(name, view, blocks, distribution, newton_schulz_of(group), group["exchange"])
+
+    def _check_domains(self, parameters: Sequence[MatrixParameter]) -> None:
+        """Has the ranks of every domain compare their parameters, once."""
+        domains: dict[tuple[int, ...], list[MatrixParameter]] = {}
+        for parameter in parameters:
+            ranks = tuple(sorted(r for replica in parameter.shards(self._communicators.rank) for r in replica))
+            domains.setdefault(ranks, []).append(parameter)
+        for ranks in sorted(domains, key=lambda each: (len(each), parameters.index(domains[each][0]))):
+            if len(ranks) > 1:
+                members = domains[ranks]
+                digests = {parameter.name: parameter.digest for parameter in members}
+                check_agreement(members, self._communicators.over(ranks).all_gather_object(digests), ranks)
+
+    def _loads_of(self, ranks: tuple[int, ...], load: int) -> dict[int, int]:
+        return dict(zip(ranks, self._communicators.over(ranks).all_gather_object(load), strict=True))
+
+
+def _layers(local: Tensor, view: MatrixView) -> Tensor:
+    """A local tensor as (layers, rows, cols), sharing its memory."""
+    if view.kind == "stack":
+        return local
+    if view.kind == "matrix":
+        return local.unsqueeze(0)
+    return local.view(1, local.shape[0], local[0].numel() if local.shape[0] else 0)
+
+
+def _check_matrix(name: str, parameter: Tensor) -> None:
+    if parameter.ndim < 2:
+        raise UnsupportedError(
+            f"parameter {name} of shape {tuple(parameter.shape)} is no matrix, and Muon orthogonalizes matrices: put "
+            'it into a group with "algorithm": "adamw", or give HyperMuon the model, which routes its parameters'
+        )
+    if not parameter.is_floating_point():
+        raise UnsupportedError(f"parameter {name} has the dtype {parameter.dtype}; Muon needs a real floating dtype")
+    if not local_tensor(parameter).is_contiguous():
+        raise UnsupportedError(
+            f"parameter {name} of shape {tuple(parameter.shape)} is not contiguous (channels_last?), and Muon reads it "
+            "as rows and columns: keep its memory in the default format, or give it to AdamW"
+        )
+
+
+def _load_into(state: dict[str, Any], name: str, value: Any, *, shape: tuple[int, ...]) -> None:
+    mine = state.get(name)
+    if mine is None:
+        raise ConfigurationError(f"the loaded state of a parameter of shape {shape} has {name}, which is unknown here")
+    if not isinstance(value, Tensor):
+        state[name] = torch.as_tensor(value, dtype=mine.dtype, device=mine.device)
+        return
+    target, source = local_tensor(mine), local_tensor(value)
+    if target.shape != source.shape:
+        raise ConfigurationError(
+            f"the loaded {name} of a parameter of shape {shape} has the local shape {tuple(source.shape)}, but this "
+            f"rank holds {tuple(target.shape)}; load across meshes with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    target.copy_(source)

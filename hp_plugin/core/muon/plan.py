@@ -1,0 +1,310 @@
+"""Which rank orthogonalizes which matrix, and what travels for it.
+
+The plan follows from layouts alone: every rank computes the same. Ranks that together hold replicas of the same
+parameters form a *domain*: R replicas of F shards. A matrix of a domain has one owner among its F x R ranks. For each
+wave of matrices there are at most two collectives:
+
+* `out`, inside the owner's replica: the F shards bring their pieces to the owner.
+* `back`, over the whole domain: the owner sends every rank its piece of the update.
+
+Together each rank receives, of N matrices of S bytes, N S / F ((F-1)/(F R) + 1 - 1/(F R)) bytes: what a rank must
+receive of every update that it does not compute itself, and of every matrix that it does. No plan that orthogonalizes
+each matrix on one rank needs less. Where shards are whole matrices (experts sharded by expert, parameters on one rank),
+an owner is chosen among those that hold the matrix, and there is no `out`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hp_plugin.core.muon.blocks import Block, MatrixView
+from hp_plugin.core.muon.distribution import Distribution, Piece, pieces_of
+from hp_plugin.core.muon.newton_schulz import NewtonSchulz
+from hp_plugin.errors import ConfigurationError
+
+Exchange = Literal["auto", "a2a", "gather"]
+Mode = Literal["local", "a2a", "gather"]
+
+_Kind = tuple[bool, Mode, NewtonSchulz]
+
+DEFAULT_WAVE_BYTES = 32 << 20
+"""Of the matrices that one rank owns in a wave."""
+
+MAX_A2A_PEERS = 64
+"""Of one shard group. Beyond, an all-to-all opens more connections than some networks have (HCCL reports failures to
+allocate queue pairs at thousands), so `auto` gathers."""
+
+
+@dataclass(frozen=True)
+class MatrixParameter:
+    """What the plan must know of a parameter.
+
+    Attributes:
+        name: For messages.
+        view: How it is read.
+        blocks: Its logical matrices.
+        distribution: Where its shards are; None where this rank alone holds it.
+        newton_schulz: How its blocks are orthogonalized. They travel in its dtype.
+        exchange: How they travel.
+    """
+
+    name: str
+    view: MatrixView
+    blocks: tuple[Block, ...]
+    distribution: Distribution | None
+    newton_schulz: NewtonSchulz
+    exchange: Exchange = "auto"
+
+    def shards(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica."""
+        return ((rank,),) if self.distribution is None else self.distribution.shards
+
+    @property
+    def digest(self) -> int:
+        """Of all that must be alike on all ranks; the same in every process."""
+        layout = None if self.distribution is None else (self.distribution.layout, self.distribution.ranks)
+        return zlib.crc32(repr((self.name, self.view, self.blocks, layout, self.newton_schulz, self.exchange)).encode())
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """One matrix of the plan.
+
+    Attributes:
+        parameter: Index of its parameter.
+        block: What it is of the parameter.
+        pieces: What each shard holds of it.
+        owner: The global rank that orthogonalizes it.
+        replica: Index of the owner's replica.
+        mode: How it travels.
+        flops: Of its orthogonalization.
+    """
+
+    parameter: int
+    block: Block
+    pieces: tuple[Piece | None, ...]
+    owner: int
+    replica: int
+    mode: Mode
+    flops: int
+
+    @functools.cached_property
+    def holders(self) -> tuple[int, ...]:
+        """Indices of the shards that hold a piece."""
+        return tuple(index for index, piece in enumerate(self.pieces) if piece is not None)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Matrices of a domain that travel together.
+
+    Attributes:
+        shards: The ranks of each replica of the domain.
+        blocks: The matrices, in the order in which they lie in messages.
+        mode: Of all of them.
+        newton_schulz: Of all of them.
+        goes_out: Whether any owner needs pieces of other ranks.
+        comes_back: Whether any other rank needs the update.
+    """
+
+    shards: tuple[tuple[int, ...], ...]
+    blocks: tuple[PlannedBlock, ...]
+    mode: Mode
+    newton_schulz: NewtonSchulz
+    goes_out: bool
+    comes_back: bool
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the domain, ascending."""
+        return tuple(sorted(rank for replica in self.shards for rank in replica))
+
+    @functools.cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """(replica, shard) of each rank."""
+        return {rank: (r, f) for r, replica in enumerate(self.shards) for f, rank in enumerate(replica)}
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The waves of all domains of one rank, in the order in which they run.
+
+    Attributes:
+        parameters: The parameters.
+        waves: The waves.
+        loads: FLOPs of orthogonalization of each rank of these domains.
+    """
+
+    parameters: tuple[MatrixParameter, ...]
+    waves: tuple[Wave, ...]
+    loads: Mapping[int, int]
+
+    def received_elements(self, rank: int) -> tuple[int, int]:
+        """Elements of matrices that `rank` receives in a step: `out` and `back`."""
+        out = back = 0
+        for wave in self.waves:
+            replica, shard = wave.places.get(rank, (-1, -1))
+            for block in wave.blocks if replica >= 0 else ():
+                own = block.pieces[shard]
+                if block.owner == rank:
+                    out += sum(p.numel for p in block.pieces if p is not None) - (own.numel if own else 0)
+                elif own is not None:
+                    back += own.numel
+        return out, back
+
+    @property
+    def flops_imbalance(self) -> float:
+        """The largest load over the mean: 1.0 is even."""
+        total = sum(self.loads.values())
+        return max(self.loads.values()) * len(self.loads) / total if total else 1.0
+
+    def table(self) -> str:
+        """The plan as text: one line for each wave."""
+        lines = [f"{'wave':>4} {'mode':>6} {'ranks':>5} {'matrices':>8} {'GFLOP':>9} {'elements out':>12} {'back':>12}"]
+        for number, wave in enumerate(self.waves):
+            flops = sum(block.flops for block in wave.blocks)
+            one = dataclasses.replace(self, waves=(wave,))
+            moved = [one.received_elements(rank) for rank in wave.ranks]
+            out, back = (sum(each) for each in zip(*moved, strict=True))
+            lines.append(
+                f"{number:>4} {wave.mode:>6} {len(wave.ranks):>5} {len(wave.blocks):>8} {flops / 1e9:>9.3f} "
+                f"{out:>12} {back:>12}"
+            )
+        lines.append(f"load of the busiest rank over the mean: {self.flops_imbalance:.3f}")
+        return "\n".join(lines)
+
+
+def make_plan(
+    parameters: Sequence[MatrixParameter],
+    rank: int,
+    *,
+    loads_of: Callable[[tuple[int, ...], int], Mapping[int, int]] | None = None,
+    wave_bytes: int = DEFAULT_WAVE_BYTES,
+) -> ExchangePlan:
+    """The plan of `rank`.
+
+    Domains are planned from the smallest to the largest, so that what a rank owns of a small one (its experts) counts
+    when matrices of a large one are distributed.
+
+    Args:
+        parameters: The parameters, in the same order on all ranks that share them.
+        rank: The global rank.
+        loads_of: For the ranks of a domain and the load of this rank so far, the loads so far of all of them: a
+            collective over those ranks. None: this rank's view is taken: right where all have the same domains.
+        wave_bytes: Bytes of matrices that one rank owns in a wave.
+    """
+    domains: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        domains.setdefault(parameter.shards(rank), []).append(index)
+    loads: dict[int, int] = {rank: 0}
+    waves: list[Wave] = []
+    for shards in sorted(domains, key=lambda each: (sum(map(len, each)), domains[each][0])):
+        ranks = tuple(sorted(r for replica in shards for r in replica))
+        if loads_of is not None and len(ranks) > 1:
+            loads.update(loads_of(ranks, loads[rank]))
+        blocks = [block for index in domains[shards] for block in _unowned_blocks(index, parameters[index], shards)]
+        waves += _waves(assign_owners(blocks, shards, loads), shards, parameters, wave_bytes)
+    return ExchangePlan(tuple(parameters), tuple(waves), loads)
+
+
+def _unowned_blocks(
+    index: int, parameter: MatrixParameter, shards: tuple[tuple[int, ...], ...]
+) -> Iterable[PlannedBlock]:
+    for block in parameter.blocks:
+        pieces = pieces_of(parameter.distribution, parameter.view, block)
+        flops = parameter.newton_schulz.flops(*block.shape)
+        mode = parameter.exchange
+        if mode == "auto":
+            mode = "a2a" if len(shards[0]) <= MAX_A2A_PEERS else "gather"
+        yield PlannedBlock(index, block, pieces, owner=-1, replica=-1, mode=mode, flops=flops)
+
+
+def assign_owners(
+    blocks: Sequence[PlannedBlock], shards: tuple[tuple[int, ...], ...], loads: dict[int, int]
+) -> list[PlannedBlock]:
+    """Gives each matrix to the least loaded rank that may own it, the longest first. Same everywhere.
+
+    A matrix that some shard holds whole stays on such a shard; of the others any rank of the domain may be the owner.
+
+    Args:
+        blocks: Matrices of one domain.
+        shards: The ranks of each replica.
+        loads: FLOPs of each rank so far; updated.
+
+    Returns:
+        The matrices with owner, replica and mode, in the order of `blocks`.
+    """
+    everyone = [(replica, each) for replica, ranks in enumerate(shards) for each in ranks]
+    for _, each in everyone:
+        loads.setdefault(each, 0)
+    owned: list[PlannedBlock | None] = [None] * len(blocks)
+    for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].flops, i)):
+        block = blocks[index]
+        candidates = everyone
+        if len(block.holders) == 1:
+            candidates = [(replica, ranks[block.holders[0]]) for replica, ranks in enumerate(shards)]
+        replica, owner = min(candidates, key=lambda each: (loads[each[1]], each[1]))
+        loads[owner] += block.flops
+        mode: Mode = "local" if len(block.holders) == 1 and len(shards) == 1 else block.mode
+        owned[index] = dataclasses.replace(block, owner=owner, replica=replica, mode=mode)
+    return [block for block in owned if block is not None]
+
+
+def _waves(
+    blocks: Sequence[PlannedBlock],
+    shards: tuple[tuple[int, ...], ...],
+    parameters: Sequence[MatrixParameter],
+    wave_bytes: int,
+) -> list[Wave]:
+    """Cuts the matrices into waves in which no rank owns more than about `wave_bytes`, alike matrices together."""
+    filled: dict[tuple[_Kind, int], int] = {}
+    waves: dict[tuple[_Kind, int], list[PlannedBlock]] = {}
+    # Large ones first, as they were distributed: every wave then has work for every rank.
+    for block in sorted(blocks, key=lambda b: (-b.flops, b.block.shape)):
+        newton_schulz = parameters[block.parameter].newton_schulz
+        kind = (len(block.holders) > 1, block.mode, newton_schulz)
+        before = filled.get((kind, block.owner), 0)
+        filled[kind, block.owner] = before + math.prod(block.block.shape) * newton_schulz.dtype.itemsize
+        waves.setdefault((kind, before // wave_bytes), []).append(block)
+    made = [
+        Wave(shards, tuple(members), mode, newton_schulz, goes_out, goes_out or len(shards) > 1)
+        for ((goes_out, mode, newton_schulz), _), members in waves.items()
+    ]
+    # What travels comes first: matrices that stay are orthogonalized while the last of them is on its way back.
+    return sorted(made, key=lambda wave: (not wave.goes_out, not wave.comes_back))
+
+
+def check_agreement(
+    parameters: Sequence[MatrixParameter], told: Sequence[Mapping[str, int]], ranks: Sequence[int]
+) -> None:
+    """Checks that the ranks of a domain have planned with the same parameters.
+
+    Args:
+        parameters: Those of the domain on this rank.
+        told: Of each rank, the digest of each parameter by name.
+        ranks: Global ranks, in the same order.
+
+    Raises:
+        ConfigurationError: Naming the first parameter that differs, and a rank where it does.
+    """
+    mine = {parameter.name: parameter.digest for parameter in parameters}
+    for rank, theirs in zip(ranks, told, strict=True):
+        if list(theirs) == list(mine) and theirs == mine:
+            continue
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                have = "has other blocks, layout or options" if name in mine and name in theirs else "is on one of them"
+                raise ConfigurationError(
+                    f"Muon's exchange differs between ranks: parameter {name} {have} on this rank and on rank {rank}. "
+                    "All ranks of its mesh must give the optimizer the same parameters with the same options"
+                )
+        raise ConfigurationError(
+            f"Muon's exchange differs between ranks: rank {rank} has the same parameters in another order, "
+            f"{list(theirs)[:4]}... and not {list(mine)[:4]}..."
+        )
