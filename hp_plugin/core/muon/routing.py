@@ -140,9 +140,8 @@ class Routing:
         muon = [row for row in self.rows if row.algorithm == "muon"]
         lines = [f"{len(muon)} parameters to Muon, {len(self.rows) - len(muon)} to AdamW, {len(self.frozen)} frozen"]
         if self.maybe_fused:
-            lines.append(
-                f"without a split, though they may be fused: {', '.join(dict.fromkeys(map(_numberless, self.maybe_fused)))}"
-            )
+            names = dict.fromkeys(map(_numberless, self.maybe_fused))
+            lines.append(f"without a split, though they may be fused: {', '.join(names)}")
         return "\n".join(lines)
 
 
