@@ -116,3 +116,24 @@ class GroupCommunicators:
             self._groups[ranks] = group
             self._communicators[ranks] = GroupCommunicator(group)
         return self._communicators[ranks]
+
+
+def share_from(communicator: Communicator, rank: int, tensor: torch.Tensor) -> None:
+    """Gives all ranks the values that one of them has. Every rank of the communicator must call.
+
+    Args:
+        communicator: The ranks.
+        rank: Global rank of the one that has the values.
+        tensor: Contiguous, of one size and dtype on all ranks; overwritten on the others.
+    """
+    counts = [0] * len(communicator.ranks)
+    sends, receives = list(counts), list(counts)
+    if communicator.ranks[communicator.position] == rank:
+        sends = [tensor.numel() * (each != rank) for each in communicator.ranks]
+    else:
+        receives[communicator.ranks.index(rank)] = tensor.numel()
+    source = tensor.reshape(-1).repeat(sum(map(bool, sends)))
+    output = torch.empty(sum(receives), dtype=tensor.dtype, device=tensor.device)
+    communicator.all_to_all(output, source, (receives, sends)).wait()
+    if output.numel():
+        tensor.copy_(output.view(tensor.shape))

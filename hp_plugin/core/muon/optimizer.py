@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.muon.blocks import MatrixView, Split
-from hp_plugin.core.muon.communicator import Communicators, GroupCommunicators
+from hp_plugin.core.muon.communicator import Communicators, GroupCommunicators, share_from
 from hp_plugin.core.muon.counters import MuonCounters
 from hp_plugin.core.muon.distribution import Distribution, Piece
 from hp_plugin.core.muon.exchange import Contribution, Exchanger, read_runs, write_runs
@@ -30,10 +30,11 @@ from hp_plugin.core.muon.plan import (
 )
 from hp_plugin.core.muon.scale import scale_factor
 from hp_plugin.core.muon.splits import blocks_of
+from hp_plugin.core.muon.state import OwnerPlaced, check_matrix, load_into, owner_placed
 from hp_plugin.core.optim.adamw import local_gradient, new_adamw_state, step_adamw, zeros_like_local
 from hp_plugin.core.topology import Topology
 from hp_plugin.core.transport import announce_update
-from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.errors import ConfigurationError
 
 
 class HyperMuon(Optimizer):
@@ -114,8 +115,12 @@ class HyperMuon(Optimizer):
                 weight_decay=weight_decay if adam_weight_decay is None else adam_weight_decay,
             ),
         }
+        self._rank = self._communicators.rank
         self.counters = MuonCounters(topology)
         self._exchanger: Exchanger | None = None
+        self._is_planned = False
+        self._decayed: set[int] = set()
+        self._placed: list[OwnerPlaced] = []
         self._matrices: list[tuple[Tensor, dict[str, Any]]] = []
         super().__init__(self._groups_of(params), {"lr": lr})
         if not any(group["algorithm"] == "muon" for group in self.param_groups):
@@ -150,9 +155,9 @@ class HyperMuon(Optimizer):
             if group["algorithm"] == "adamw":
                 self.state[parameter].update(new_adamw_state(parameter, fused=bool(group["fused"])))
             else:
-                _check_matrix(self._name(group, index), parameter)
+                check_matrix(self._name(group, index), parameter)
                 self.state[parameter]["momentum_buffer"] = zeros_like_local(parameter, group["momentum_dtype"])
-        self._exchanger = None
+        self._is_planned = False
 
     def _name(self, group: Mapping[str, Any], index: int) -> str:
         names = group.get("param_names")
@@ -178,12 +183,44 @@ class HyperMuon(Optimizer):
         state = self.state
         super().load_state_dict({**state_dict, "state": {}})
         self.state = state
+        self._make_missing_momentum()
         packed = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(packed, parameters):
             for name, value in state_dict["state"].get(key, {}).items():
-                _load_into(state[parameter], name, value, shape=tuple(parameter.shape))
-        self._exchanger = None
+                load_into(state[parameter], name, value, shape=tuple(parameter.shape))
+        self._exchanger, self._is_planned, self._placed = None, False, []
+
+    def state_dict(self) -> StateDict:
+        """The state of this rank, as of any torch optimizer.
+
+        Where the momentum of a parameter is on one replica alone (`momentum_placement="owner"`) every rank must call:
+        the others get a copy of it, which lives as long as what is returned.
+        """
+        self._share_momentum()
+        try:
+            return super().state_dict()
+        finally:
+            self._drop_momentum()
+
+    def _share_momentum(self) -> None:
+        """Gives all replicas the momentum that one of them has."""
+        self._make_missing_momentum()
+        for index, owner, holders in self._placed:
+            buffer = local_tensor(self.state[self._matrices[index][0]]["momentum_buffer"])
+            share_from(self._communicators.over(holders), owner, buffer)
+
+    def _make_missing_momentum(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["algorithm"] == "muon" else ():
+                if "momentum_buffer" not in self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = zeros_like_local(parameter, group["momentum_dtype"])
+
+    def _drop_momentum(self) -> None:
+        """Frees the momentum that another replica keeps."""
+        for index, owner, _ in self._placed:
+            if owner != self._rank:
+                del self.state[self._matrices[index][0]]["momentum_buffer"]
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
@@ -210,11 +247,10 @@ class HyperMuon(Optimizer):
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 step_adamw(group, self.state)
-        if self._exchanger is None:
-            self._exchanger = self._make_exchanger()
+        exchanger = self._exchange()
         announce_update([parameter for parameter, _ in self._matrices])
-        self._decayed: set[int] = set()
-        self._exchanger.run(self._contribute, self._apply, self.counters)
+        self._decayed.clear()
+        exchanger.run(self._contribute, self._apply, self.counters)
         return loss
 
     def _skips(self) -> bool:
@@ -249,7 +285,8 @@ class HyperMuon(Optimizer):
         if parameter.grad is None and block.parameter not in self._decayed:
             # Other ranks had a gradient: this one's is zero, and the momentum goes on.
             self._decayed.add(block.parameter)
-            local_tensor(self.state[parameter]["momentum_buffer"]).mul_(group["momentum"])
+            if "momentum_buffer" in self.state[parameter]:
+                local_tensor(self.state[parameter]["momentum_buffer"]).mul_(group["momentum"])
         scale = scale_factor(group["scale"], *block.block.shape, extra=group["extra_scale"])
         layer = _layers(local_tensor(parameter), self.plan.parameters[block.parameter].view)[piece.layer]
         target = read_runs(layer, piece.rows, piece.cols, local=True)
@@ -264,9 +301,16 @@ class HyperMuon(Optimizer):
     @property
     def plan(self) -> ExchangePlan:
         """Who orthogonalizes what. The first use is a collective: all ranks must make it, as the first step does."""
-        if self._exchanger is None:
+        return self._exchange().plan
+
+    def _exchange(self) -> Exchanger:
+        if self._exchanger is None or not self._is_planned:
+            self._share_momentum()
             self._exchanger = self._make_exchanger()
-        return self._exchanger.plan
+            self._is_planned = True
+            self._placed = owner_placed(self._exchanger.plan, self._rank)
+            self._drop_momentum()
+        return self._exchanger
 
     def _make_exchanger(self) -> Exchanger:
         self._matrices = []
@@ -277,7 +321,7 @@ class HyperMuon(Optimizer):
                     self._matrices.append((parameter, group))
                     parameters.append(self._matrix_parameter(self._name(group, index), parameter, group))
         self._check_domains(parameters)
-        plan = make_plan(parameters, self._communicators.rank, loads_of=self._loads_of, wave_bytes=self._wave_bytes)
+        plan = make_plan(parameters, self._rank, loads_of=self._loads_of, wave_bytes=self._wave_bytes)
         return Exchanger(plan, self._communicators, local_tensor(self._matrices[0][0]).device)
 
     def _matrix_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> MatrixParameter:
@@ -288,13 +332,21 @@ class HyperMuon(Optimizer):
                 self._communicators.know_mesh(parameter.device_mesh)
         shape = parameter.shape if distribution is None else distribution.layout.global_shape
         view, blocks = blocks_of(name, shape, self._splits.get(parameter))
-        return MatrixParameter(name, view, blocks, distribution, newton_schulz_of(group), group["exchange"])
+        return MatrixParameter(
+            name,
+            view,
+            blocks,
+            distribution,
+            newton_schulz_of(group),
+            group["exchange"],
+            in_one_replica=group["momentum_placement"] == "owner",
+        )
 
     def _check_domains(self, parameters: Sequence[MatrixParameter]) -> None:
         """Has the ranks of every domain compare their parameters, once."""
         domains: dict[tuple[int, ...], list[MatrixParameter]] = {}
         for parameter in parameters:
-            ranks = tuple(sorted(r for replica in parameter.shards(self._communicators.rank) for r in replica))
+            ranks = tuple(sorted(r for replica in parameter.shards(self._rank) for r in replica))
             domains.setdefault(ranks, []).append(parameter)
         for ranks in sorted(domains, key=lambda each: (len(each), parameters.index(domains[each][0]))):
             if len(ranks) > 1:
@@ -313,35 +365,3 @@ def _layers(local: Tensor, view: MatrixView) -> Tensor:
     if view.kind == "matrix":
         return local.unsqueeze(0)
     return local.view(1, local.shape[0], local[0].numel() if local.shape[0] else 0)
-
-
-def _check_matrix(name: str, parameter: Tensor) -> None:
-    if parameter.ndim < 2:
-        raise UnsupportedError(
-            f"parameter {name} of shape {tuple(parameter.shape)} is no matrix, and Muon orthogonalizes matrices: put "
-            'it into a group with "algorithm": "adamw", or give HyperMuon the model, which routes its parameters'
-        )
-    if not parameter.is_floating_point():
-        raise UnsupportedError(f"parameter {name} has the dtype {parameter.dtype}; Muon needs a real floating dtype")
-    if not local_tensor(parameter).is_contiguous():
-        raise UnsupportedError(
-            f"parameter {name} of shape {tuple(parameter.shape)} is not contiguous (channels_last?), and Muon reads it "
-            "as rows and columns: keep its memory in the default format, or give it to AdamW"
-        )
-
-
-def _load_into(state: dict[str, Any], name: str, value: Any, *, shape: tuple[int, ...]) -> None:
-    mine = state.get(name)
-    if mine is None:
-        raise ConfigurationError(f"the loaded state of a parameter of shape {shape} has {name}, which is unknown here")
-    if not isinstance(value, Tensor):
-        state[name] = torch.as_tensor(value, dtype=mine.dtype, device=mine.device)
-        return
-    target, source = local_tensor(mine), local_tensor(value)
-    if target.shape != source.shape:
-        raise ConfigurationError(
-            f"the loaded {name} of a parameter of shape {shape} has the local shape {tuple(source.shape)}, but this "
-            f"rank holds {tuple(target.shape)}; load across meshes with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-        )
-    target.copy_(source)

@@ -17,6 +17,7 @@ from hp_plugin.core.muon.scale import scale_formula
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 Kernel = Literal["auto", "loop", "batched", "gram"]
+MomentumPlacement = Literal["replicated", "owner"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class MuonOptions:
             all-to-all and groups too large for it; "auto" chooses.
         momentum_kind: Convention of the momentum buffer.
         momentum_dtype: Dtype of the momentum buffer.
+        momentum_placement: Where replicas keep the momentum of a parameter: "replicated", on all of them; "owner", on
+            the replica that orthogonalizes it. `state_dict` then is a collective, and gives it on all.
     """
 
     scale: str = "clamped_aspect"
@@ -49,6 +52,7 @@ class MuonOptions:
     exchange: Exchange = "auto"
     momentum_kind: MomentumKind = "ema"
     momentum_dtype: torch.dtype = torch.float32
+    momentum_placement: MomentumPlacement = "replicated"
 
     def as_group(self) -> dict[str, Any]:
         """The options as entries of a parameter group."""
@@ -67,7 +71,12 @@ def muon_options(given: Mapping[str, Any]) -> MuonOptions:
 _MUON = frozenset(("lr", "momentum", "nesterov", "weight_decay", *(field.name for field in fields(MuonOptions))))
 _ADAMW = frozenset(("lr", "betas", "eps", "weight_decay", "foreach", "fused"))
 _OF_TORCH = frozenset(("params", "param_names", "algorithm", "initial_lr"))
-_CHOICES = {"exchange": get_args(Exchange), "kernel": get_args(Kernel), "momentum_kind": get_args(MomentumKind)}
+_CHOICES = {
+    "exchange": get_args(Exchange),
+    "kernel": get_args(Kernel),
+    "momentum_kind": get_args(MomentumKind),
+    "momentum_placement": get_args(MomentumPlacement),
+}
 
 
 def adamw_options(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +52,7 @@ class MatrixParameter:
         distribution: Where its shards are; None where this rank alone holds it.
         newton_schulz: How its blocks are orthogonalized. They travel in its dtype.
         exchange: How they travel.
+        in_one_replica: Whether one replica owns all of its blocks, so that it alone needs the momentum.
     """
 
     name: str
@@ -60,6 +61,7 @@ class MatrixParameter:
     distribution: Distribution | None
     newton_schulz: NewtonSchulz
     exchange: Exchange = "auto"
+    in_one_replica: bool = False
 
     def shards(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica."""
@@ -69,7 +71,8 @@ class MatrixParameter:
     def digest(self) -> int:
         """Of all that must be alike on all ranks; the same in every process."""
         layout = None if self.distribution is None else (self.distribution.layout, self.distribution.ranks)
-        return zlib.crc32(repr((self.name, self.view, self.blocks, layout, self.newton_schulz, self.exchange)).encode())
+        said = (self.name, self.view, self.blocks, layout, self.newton_schulz, self.exchange, self.in_one_replica)
+        return zlib.crc32(repr(said).encode())
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,8 @@ def make_plan(
         if loads_of is not None and len(ranks) > 1:
             loads.update(loads_of(ranks, loads[rank]))
         blocks = [block for index in domains[shards] for block in _unowned_blocks(index, parameters[index], shards)]
-        waves += _waves(assign_owners(blocks, shards, loads), shards, parameters, wave_bytes)
+        bound = {index for index in domains[shards] if parameters[index].in_one_replica}
+        waves += _waves(assign_owners(blocks, shards, loads, bound=bound), shards, parameters, wave_bytes)
     return ExchangePlan(tuple(parameters), tuple(waves), loads)
 
 
@@ -226,7 +230,11 @@ def _unowned_blocks(
 
 
 def assign_owners(
-    blocks: Sequence[PlannedBlock], shards: tuple[tuple[int, ...], ...], loads: dict[int, int]
+    blocks: Sequence[PlannedBlock],
+    shards: tuple[tuple[int, ...], ...],
+    loads: dict[int, int],
+    *,
+    bound: Collection[int] = (),
 ) -> list[PlannedBlock]:
     """Gives each matrix to the least loaded rank that may own it, the longest first. Same everywhere.
 
@@ -236,6 +244,7 @@ def assign_owners(
         blocks: Matrices of one domain.
         shards: The ranks of each replica.
         loads: FLOPs of each rank so far; updated.
+        bound: Parameters whose matrices must be owned by ranks of one replica.
 
     Returns:
         The matrices with owner, replica and mode, in the order of `blocks`.
@@ -243,17 +252,21 @@ def assign_owners(
     everyone = [(replica, each) for replica, ranks in enumerate(shards) for each in ranks]
     for _, each in everyone:
         loads.setdefault(each, 0)
-    owned: list[PlannedBlock | None] = [None] * len(blocks)
+    owned: dict[int, PlannedBlock] = {}
+    replica_of: dict[int, int] = {}
     for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].flops, i)):
         block = blocks[index]
         candidates = everyone
         if len(block.holders) == 1:
             candidates = [(replica, ranks[block.holders[0]]) for replica, ranks in enumerate(shards)]
+        if block.parameter in bound and block.parameter in replica_of:
+            candidates = [each for each in candidates if each[0] == replica_of[block.parameter]]
         replica, owner = min(candidates, key=lambda each: (loads[each[1]], each[1]))
+        replica_of.setdefault(block.parameter, replica)
         loads[owner] += block.flops
         mode: Mode = "local" if len(block.holders) == 1 and len(shards) == 1 else block.mode
         owned[index] = dataclasses.replace(block, owner=owner, replica=replica, mode=mode)
-    return [block for block in owned if block is not None]
+    return [owned[index] for index in range(len(blocks))]
 
 
 def _waves(
