@@ -30,7 +30,7 @@ class Origin:
 
     Attributes:
         momentum_key: State key of Muon's momentum; None if it is no Muon.
-        convention: Of that momentum.
+        convention: Of that momentum, where its parameter group has no "momentum_kind", as `HyperMuon`'s have.
         coefficient_key: Option of the parameter group that is mu.
         adam_keys: State keys of exp_avg, exp_avg_sq and step of the parameters that Adam trains.
         step_in_group: The step is an option of the parameter group instead.
@@ -46,7 +46,6 @@ class Origin:
 ORIGINS: Mapping[str, Origin] = MappingProxyType(
     {
         "hypermuon": Origin("momentum_buffer"),
-        "hypermuon_heavy_ball": Origin("momentum_buffer", "heavy_ball"),
         "adamw": Origin(None),
         # torch 2.13 torch/optim/_muon.py; torch 2.9 introduced it.
         "torch": Origin("momentum_buffer"),
@@ -141,7 +140,6 @@ def import_state(
     sources: Source | Sequence[Source],
     *,
     names: Sequence[str] | None = None,
-    convention: Convention = "ema",
     from_adam: FromAdam = "exp_avg",
     to_adam: ToAdam = "fresh",
     missing: Literal["error", "fresh"] = "error",
@@ -153,10 +151,10 @@ def import_state(
 
     Args:
         target: State dict of the optimizer that goes on: `HyperMuon`, or AdamW on the way back. Its groups tell what
-            trains a parameter: their "algorithm", else AdamW if they have "betas" and Muon if not.
+            trains a parameter: their "algorithm", else AdamW if they have "betas" and Muon if not. The convention of the
+            momentum is their "momentum_kind", else the running mean.
         sources: One or several, as with `torch.optim.Muon` beside an AdamW.
         names: Parameter names in the order of the target's indices, if it has none.
-        convention: Of the target's momentum.
         from_adam: For parameters that go from Adam to Muon. "exp_avg": Adam's first moment, which is a running mean
             like the momentum. "fresh": zeros.
         to_adam: For parameters that go from Muon to AdamW, whose second moment nobody knows. "fresh": zeros and step
@@ -181,7 +179,7 @@ def import_state(
                 f"no source has state for {name}; they have {_some(found)}. Give the sources' names in the order of "
                 'their indices, or start such parameters fresh (missing="fresh").'
             )
-        values, conversion = _converted(name, group, old, convention, from_adam, to_adam)
+        values, conversion = _converted(name, group, old, from_adam, to_adam)
         conversions.append(conversion)
         own = template.get(key, {})
         state[key] = {k: placed(name, k, v, own.get(k)) for k, v in (values or _zeros(own)).items()}
@@ -237,19 +235,19 @@ def _converted(
     name: str,
     group: Mapping[str, Any],
     old: _Old | None,
-    convention: Convention,
     from_adam: FromAdam,
     to_adam: ToAdam,
 ) -> tuple[Values, Conversion]:
     """The new state of one parameter; empty if it starts fresh."""
     algorithm = _algorithm(name, group)
+    convention: Convention = group.get("momentum_kind", "ema") if algorithm == "muon" else "ema"
     if old is None or not old.state:
         return {}, Conversion(name, algorithm, "fresh")
     trained_by = old.group.get("algorithm", "muon")
     if trained_by not in ("muon", "adamw"):
         raise UnsupportedError(f"{name} was trained by {trained_by!r}; state of muon and adamw can be converted.")
     if old.is_muon():
-        momentum, factor = _momentum(name, old, group, convention if algorithm == "muon" else "ema")
+        momentum, factor = _momentum(name, old, group, convention)
         if algorithm == "muon":
             taken = str(old.origin.momentum_key)
             return {"momentum_buffer": momentum * factor}, Conversion(name, algorithm, taken, factor)
@@ -275,7 +273,7 @@ def _momentum(name: str, old: _Old, group: Mapping[str, Any], convention: Conven
     """Muon's old momentum in fp32, and what makes it one of `convention`."""
     momentum = _tensor(name, str(old.origin.momentum_key), old.state)
     factor = 1.0
-    if old.origin.convention == "heavy_ball":
+    if old.group.get("momentum_kind", old.origin.convention) == "heavy_ball":
         mu = old.source.momentum
         factor *= 1.0 - (_coefficient(name, old.group, old.origin.coefficient_key, "its source") if mu is None else mu)
     if convention == "heavy_ball":
