@@ -16,12 +16,12 @@ class OwnerPlaced(NamedTuple):
     """A parameter whose momentum is kept by one replica of several.
 
     Attributes:
-        index: Of the parameter, in the plan.
+        parameter: Its index in the plan.
         owner: The global rank that keeps the momentum of this rank's shard.
         holders: The ranks that hold this shard, ascending.
     """
 
-    index: int
+    parameter: int
     owner: int
     holders: tuple[int, ...]
 
