@@ -7,6 +7,7 @@ blocks of rows and columns are cut (`Block`). Both are arithmetic on integers, t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,15 +125,28 @@ def check_blocks(view: MatrixView, blocks: Sequence[Block], *, name: str) -> Non
         if not 0 <= block.layer < view.depth:
             raise ConfigurationError(f"block {block.name!r} of parameter {name} is cut out of matrix {block.layer}")
         covered += math.prod(block.shape)
-    for index, block in enumerate(blocks):
-        for other in blocks[:index]:
-            if block.layer == other.layer and _meet(block.rows, other.rows) and _meet(block.cols, other.cols):
-                raise ConfigurationError(f"blocks {other.name!r} and {block.name!r} of parameter {name} overlap")
+    for layer in range(view.depth):
+        _check_disjoint([block for block in blocks if block.layer == layer], name=name)
     if covered != view.depth * view.rows * view.cols:
         raise ConfigurationError(
             f"the blocks of parameter {name} cover {covered} of its {view.depth * view.rows * view.cols} elements: "
             f"they have the shapes {[block.shape for block in blocks]} in {view}"
         )
+
+
+def _check_disjoint(blocks: Sequence[Block], *, name: str) -> None:
+    """Raises ConfigurationError if two of the blocks of one matrix share an element."""
+    for mine, other in (("rows", "cols"), ("cols", "rows")):
+        if len({getattr(block, other) for block in blocks}) == 1:  # the usual case: sorting suffices
+            taken = sorted((segment, block.name) for block in blocks for segment in getattr(block, mine))
+            for (before, first), (after, second) in itertools.pairwise(taken):
+                if after.start < before.start + before.length:
+                    raise ConfigurationError(f"blocks {first!r} and {second!r} of parameter {name} overlap")
+            return
+    for index, block in enumerate(blocks):
+        for earlier in blocks[:index]:
+            if _meet(block.rows, earlier.rows) and _meet(block.cols, earlier.cols):
+                raise ConfigurationError(f"blocks {earlier.name!r} and {block.name!r} of parameter {name} overlap")
 
 
 def _meet(one: Sequence[Segment], other: Sequence[Segment]) -> bool:

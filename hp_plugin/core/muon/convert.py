@@ -151,8 +151,8 @@ def import_state(
 
     Args:
         target: State dict of the optimizer that goes on: `HyperMuon`, or AdamW on the way back. Its groups tell what
-            trains a parameter: their "algorithm", else AdamW if they have "betas" and Muon if not. The convention of the
-            momentum is their "momentum_kind", else the running mean.
+            trains a parameter: their "algorithm", else AdamW if they have "betas" and Muon if not. The convention of
+            the momentum is their "momentum_kind", else the running mean.
         sources: One or several, as with `torch.optim.Muon` beside an AdamW.
         names: Parameter names in the order of the target's indices, if it has none.
         from_adam: For parameters that go from Adam to Muon. "exp_avg": Adam's first moment, which is a running mean
