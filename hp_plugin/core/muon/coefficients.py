@@ -56,20 +56,22 @@ class CoefficientSet:
         """
         count = self.default_steps if steps is None else _checked_steps(steps)
         own = len(self.steps)
-        if self.repeats == "all":
-            taken = self.steps * count
-        elif count == own or (count > own and self.repeats == "last"):
-            taken = self.steps + self.steps[-1:] * (count - own)
-        else:
+        if not self.has(count):
             has = f"{own} steps or more (the last one repeats)" if self.repeats == "last" else f"exactly {own} steps"
+            others = ", ".join(repr(other.name) for other in SETS.values() if other.has(count))
             raise ConfigurationError(
                 f"coefficient set {self.name!r} has {has} and {count} were asked for. Its steps are one composed "
-                f"polynomial, of which a part is another polynomial: ask for {own} steps (or leave steps out), choose "
-                "another set, or give the (a, b, c) of every step yourself"
+                f"polynomial, of which a part is another polynomial: ask for {own} steps (or leave steps out), take a "
+                f"set that has {count} ({others}), or give the (a, b, c) of every step yourself"
             )
+        taken = self.steps + self.steps[-1:] * (count - own)
         a, b, c = taken[0]
         first = (a / self.safety, b / self.safety**3, c / self.safety**5)
         return (first, *taken[1:])
+
+    def has(self, steps: int) -> bool:
+        """Whether the set has so many steps."""
+        return steps == len(self.steps) or (steps > len(self.steps) and self.repeats != "none")
 
 
 _POLAR_EXPRESS_8: tuple[Coefficients, ...] = (

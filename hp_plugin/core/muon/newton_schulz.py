@@ -45,7 +45,8 @@ class KernelRule:
         devices: Device types, or None for any.
         dtypes: Dtypes of the iteration, or None for any.
         above_aspect: Only if n / m is more than this.
-        max_m: Only if m is at most this.
+        above_elements: Only if m * n is more than this.
+        max_elements: Only if m * n is at most this, or None for no bound.
         min_batch: Only for at least so many matrices of one shape.
         reason: Why.
     """
@@ -55,7 +56,8 @@ class KernelRule:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     above_aspect: float = 0.0
-    max_m: int | None = None
+    above_elements: int = 0
+    max_elements: int | None = None
     min_batch: int = 1
 
     def admits(self, m: int, n: int, batch: int, device: str, dtype: torch.dtype) -> bool:
@@ -64,7 +66,8 @@ class KernelRule:
             (self.devices is None or device in self.devices)
             and (self.dtypes is None or dtype in self.dtypes)
             and n > self.above_aspect * m
-            and (self.max_m is None or m <= self.max_m)
+            and m * n > self.above_elements
+            and (self.max_elements is None or m * n <= self.max_elements)
             and batch >= self.min_batch
         )
 
@@ -72,22 +75,26 @@ class KernelRule:
 KERNEL_TABLE: tuple[KernelRule, ...] = (
     KernelRule(
         "gram",
-        "fewer FLOPs: the two forms meet at n = 1.5 m for every number of steps",
+        "fewer FLOPs: both forms meet at n = 1.5 m for every number of steps, and Gram makes more calls",
         dtypes=(torch.float16, torch.float32),
-        above_aspect=1.5,
+        above_aspect=1.75,
+        above_elements=1 << 14,
     ),
     KernelRule(
         "batched",
-        "small bfloat16 products cost more in the call than in the arithmetic",
+        "small products in half precision cost more in the call than in the arithmetic",
         devices=("cpu",),
         dtypes=(torch.bfloat16, torch.float16),
-        max_m=64,
+        max_elements=1 << 16,
         min_batch=2,
     ),
-    KernelRule("loop", "CPU libraries run one large product faster than a batch of them", devices=("cpu",)),
+    KernelRule("batched", "tiny products likewise", devices=("cpu",), max_elements=1 << 10, min_batch=2),
+    KernelRule("loop", "CPU libraries run large products one by one at least as fast as a batch", devices=("cpu",)),
     KernelRule("batched", "one launch for all matrices of a shape"),
 )
-"""What "auto" takes: the first row that admits the matrices."""
+"""What "auto" takes: the first row that admits the matrices. Whether that is the Gram form must not depend on device or
+batch, since owners are assigned by `NewtonSchulz.flops` before either is known.
+"""
 
 
 def orthogonalize_reference(matrix: Tensor, coefficients: Sequence[Coefficients], eps: float = 1e-7) -> Tensor:
@@ -137,7 +144,7 @@ class NewtonSchulz:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        if not self.coefficients or any(len(step) != 3 for step in self.coefficients):
+        if not self.coefficients or any(not isinstance(step, tuple) or len(step) != 3 for step in self.coefficients):
             raise ConfigurationError(
                 f"coefficients={self.coefficients!r} must be one (a, b, c) per step; resolve_coefficients() makes them"
             )
@@ -214,10 +221,12 @@ class NewtonSchulz:
         if self.kernel != "auto":
             return self.kernel
         small, large = sorted((m, n))
+        # By name where it is one: torch.device("npu") exists only where the back end is installed.
+        kind = device.partition(":")[0] if isinstance(device, str) else device.type
         for rule in KERNEL_TABLE:
             if rule.kernel == "gram" and not self._gram_is_sound():
                 continue
-            if rule.admits(small, large, batch, torch.device(device).type, self.dtype):
+            if rule.admits(small, large, batch, kind, self.dtype):
                 return rule.kernel
         raise AssertionError("the last row of KERNEL_TABLE admits everything")
 
@@ -242,12 +251,13 @@ class NewtonSchulz:
         )
 
     def _normalized(self, x: Tensor) -> Tensor:
-        """(m, n) or (B, m, n) divided by its norms, in `dtype` and new memory, strides kept.
+        """(m, n) or (B, m, n) divided by its norms, in `dtype` and new memory.
 
         The cast comes before the norm, as in torch.optim.Muon, except in float16: there a gradient under a loss scale
-        would overflow in the cast.
+        would overflow in the cast. torch keeps the strides of the gradient; otherwise contiguous rows are better.
         """
-        x = x.to(torch.float32 if self.dtype == torch.float16 else self.dtype, copy=True)
+        layout = torch.preserve_format if self.exact else torch.contiguous_format
+        x = x.to(torch.float32 if self.dtype == torch.float16 else self.dtype, copy=True, memory_format=layout)
         norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
         return x.div_(norm.clamp_(min=self.eps)).to(self.dtype)
 
