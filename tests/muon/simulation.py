@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hp_plugin.core.layout import Layout
+from hp_plugin.core.muon.blocks import Split
+from hp_plugin.core.muon.counters import MuonCounters
 from hp_plugin.core.muon.distribution import Distribution
+from hp_plugin.core.muon.optimizer import HyperMuon
+from hp_plugin.core.muon.plan import ExchangePlan
 from hp_plugin.core.transport import Pending
 
 TIMEOUT_S = 60.0
@@ -160,3 +165,79 @@ def assemble(parts: Sequence[Tensor], layout: Layout) -> Tensor:
         full[where] = part
     assert not bool(full.isnan().any())
     return full
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a simulated job ended with.
+
+    Attributes:
+        weights: The full tensors.
+        momenta: Likewise, the momentum buffers.
+        counters: Of the last step, by rank.
+        plans: By rank.
+    """
+
+    weights: list[Tensor]
+    momenta: list[Tensor]
+    counters: list[MuonCounters]
+    plans: list[ExchangePlan]
+
+
+def train(
+    layouts: Sequence[Layout],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor | None]],
+    *,
+    splits: Sequence[Split | None] | None = None,
+    has_gradient: Callable[[int, int], bool] = lambda rank, index: True,
+    **options: Any,
+) -> Trained:
+    """Trains on all ranks of a mesh; asserts that replicas hold the same bits at the end.
+
+    Args:
+        layouts: Of each parameter, on one mesh.
+        weights: Full initial values.
+        gradients: For each step, the full reduced gradient of each parameter, or None.
+        splits: Of each parameter.
+        has_gradient: Whether a rank is given its part of a parameter's gradient.
+        **options: Of `HyperMuon`.
+    """
+
+    def work(communicators: SimulatedCommunicators) -> tuple[list[Tensor], list[Tensor], MuonCounters, ExchangePlan]:
+        rank = communicators.rank
+        params = [nn.Parameter(shard_of(full, layout, rank)) for full, layout in zip(weights, layouts, strict=True)]
+        optimizer = HyperMuon(
+            params,
+            distributions={param: distribute(layout) for param, layout in zip(params, layouts, strict=True)},
+            splits={p: split for p, split in zip(params, splits or [None] * len(params), strict=True) if split},
+            communicators=communicators,
+            **options,
+        )
+        for of_step in gradients:
+            for index, (param, full, layout) in enumerate(zip(params, of_step, layouts, strict=True)):
+                given = full is not None and has_gradient(rank, index)
+                param.grad = shard_of(full, layout, rank) if given else None
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        momenta = [state[index]["momentum_buffer"] for index in range(len(params))]
+        return [param.detach() for param in params], momenta, optimizer.counters, optimizer.plan
+
+    results = simulate(layouts[0].num_ranks, work)
+    return Trained(
+        [assemble([each[0][i] for each in results], layout) for i, layout in enumerate(layouts)],
+        [assemble([each[1][i] for each in results], layout) for i, layout in enumerate(layouts)],
+        [each[2] for each in results],
+        [each[3] for each in results],
+    )
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Asserts equality bit by bit."""
+    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(mine, theirs), (
+            f"tensor {index} of shape {tuple(mine.shape)} differs by up to {float((mine - theirs).abs().max()):.3g}"
+        )

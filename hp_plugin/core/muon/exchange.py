@@ -353,7 +353,8 @@ class Exchanger:
         """One step. Every rank of every domain must call.
 
         Args:
-            contribute: Called for each parameter of which this rank holds anything, in the wave that first needs it.
+            contribute: Called once for each parameter, no later than in its last wave; not for those that another
+                replica owns alone (`MatrixParameter.in_one_replica`), unless this rank has something to send.
             apply: Called for each piece of this rank once its update is there.
             counters: Where work and messages are counted.
         """
@@ -368,6 +369,8 @@ class Exchanger:
         def start(number: int) -> None:
             self._runners[number].start(contribution)
             for parameter in uses[number]:
+                if not self.plan.parameters[parameter].in_one_replica:
+                    contribution(parameter)  # its momentum goes on, although other replicas own its matrices
                 kept.pop(parameter, None)
 
         for number, runner in enumerate(self._runners):

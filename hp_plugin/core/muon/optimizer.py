@@ -199,7 +199,9 @@ class HyperMuon(Optimizer):
         """
         self._share_momentum()
         try:
-            return super().state_dict()
+            found = super().state_dict()
+            # What is dropped here stays in what is returned.
+            return {**found, "state": {key: dict(state) for key, state in found["state"].items()}}
         finally:
             self._drop_momentum()
 
