@@ -85,6 +85,11 @@ class Bucket:
         return len(self.round) == len(self.units)
 
     @property
+    def has_owners(self) -> bool:
+        """Whether one replica alone wants the gradient of some parameter."""
+        return any(unit.has_owners for unit in self.units)
+
+    @property
     def has_side(self) -> bool:
         """Whether it holds a buffer beside `.grad`."""
         return self._side is not None

@@ -52,9 +52,13 @@ class Counters:
     """Units reduced inside the supernode."""
     all_reduces: int = 0
     """Reductions between supernodes: messages, each of one bucket."""
+    owner_reductions: int = 0
+    """Exchanges between supernodes of buckets of which some gradients are summed on one replica alone."""
     all_gather_bytes: int = 0
     reduce_scatter_bytes: int = 0
     all_reduce_bytes: int = 0
+    owner_reduction_bytes: int = 0
+    """Of sums that one replica alone wants."""
     copied_bytes: int = 0
     """Bytes written by copies of our own: casts, padding, packs, shards on an inner dim; on gloo also this
     rank's own slot of a full tensor, which other back ends copy themselves."""

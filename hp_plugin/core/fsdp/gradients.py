@@ -12,14 +12,17 @@ The sum of micro-batches that is not yet reduced between supernodes is the unit'
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.operand import Operand
+from hp_plugin.core.fsdp.owner_reduction import Segment
 from hp_plugin.core.fsdp.parameter import ShardedParameter
 from hp_plugin.core.fsdp.slot import aligned_offsets
 from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
@@ -37,14 +40,32 @@ class UnitGradients:
         operands: Those parameters as operands of the reduce-scatter, in the order of their slots. Fixed for life.
         dtype: Dtype of the sums.
         counters: Where copies and DTensor constructions are counted.
+        owners: Of each parameter, the global rank that alone of the replicas wants its gradient; None if all do.
+        replicas: Ranks that hold the same shards; None where there is one replica.
     """
 
-    def __init__(self, name: str, operands: Sequence[Operand], dtype: torch.dtype, counters: Counters) -> None:
+    def __init__(
+        self,
+        name: str,
+        operands: Sequence[Operand],
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        owners: Mapping[ShardedParameter, int | None] | None = None,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         self.name = name
         self.operands = list(operands)
         self.parameters: list[ShardedParameter] = [p for operand in operands for p in operand.parameters]
         self.dtype = dtype
         self._counters = counters
+        self._owners: dict[ShardedParameter, int] = {}
+        """Position among the replicas of the one that alone wants the gradient of a parameter."""
+        self._is_wanted = [True] * len(self.parameters)
+        if replicas is not None and owners is not None:
+            self._owners = {p: dist.get_group_rank(replicas, o) for p, o in owners.items() if o is not None}
+            mine = dist.get_rank(replicas)
+            self._is_wanted = [self._owners.get(p, mine) == mine for p in self.parameters]
         self._operand_offsets, self.numel = aligned_offsets([o.slot_numel for o in operands], _ALIGNMENT)
         self.partial: torch.Tensor | None = None
         """Sum of this supernode that waits for its reduction between supernodes, 1-D, `numel` elements."""
@@ -122,6 +143,24 @@ class UnitGradients:
                 views.append(slot.view(p.slot.slot_shape).narrow(p.slot.dim, 0, length))
         return views
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether one replica alone wants the gradient of some parameter."""
+        return bool(self._owners)
+
+    @functools.cached_property
+    def segments(self) -> list[Segment]:
+        """What covers a sum of this unit, gaps apart: neighbours that the same replicas want are one."""
+        found: list[Segment] = []
+        for start, operand in zip(self._operand_offsets, self.operands):
+            for p, offset in zip(operand.parameters, operand.slot_offsets):
+                owner, first, length = self._owners.get(p), start + offset, p.slot.slot_numel
+                if found and found[-1].owner == owner and found[-1].start + found[-1].length == first:
+                    found[-1] = Segment(found[-1].start, found[-1].length + length, owner)
+                else:
+                    found.append(Segment(first, length, owner))
+        return found
+
     # ---- delivering `.grad` -----------------------------------------------------------------------------------------
 
     def deliver(self, scale: float) -> None:
@@ -133,15 +172,17 @@ class UnitGradients:
         if reduced is self._flat and all(g is None for g in existing):
             if scale != 1.0:
                 reduced.mul_(scale)
-            for p, wrapper in zip(self.parameters, wrappers):
-                p.sharded.grad = wrapper
+            for p, wrapper, is_wanted in zip(self.parameters, wrappers, self._is_wanted):
+                p.sharded.grad = wrapper if is_wanted else None
             return
         if self._flat is not None and all(g is w for g, w in zip(existing, wrappers)):
             accumulate_scaled_(self._flat, reduced, scale)
             return
-        for p, grad, view, store, wrapper in zip(
-            self.parameters, existing, self._views(reduced), self._stores, wrappers
+        for p, grad, view, store, wrapper, is_wanted in zip(
+            self.parameters, existing, self._views(reduced), self._stores, wrappers, self._is_wanted
         ):
+            if not is_wanted:
+                continue
             if grad is not None:
                 accumulate_scaled_(local_tensor(grad), view, scale)
                 continue

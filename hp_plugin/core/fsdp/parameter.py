@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.slot import Slot
 from hp_plugin.core.kernels import scale_copy_
+from hp_plugin.core.transport import allow_gradient_owner, gradient_owner, set_gradient_owner
 from hp_plugin.errors import ConfigurationError
 
 
@@ -113,6 +114,8 @@ class ShardedParameter:
         self.master_dtype = master_dtype
         self.attributes = {k: v for k, v in vars(parameter).items() if not k.startswith("_hyperfsdp")}
         self.sharded = self._shard(parameter)
+        if info.replicate_size > 1:
+            allow_gradient_owner(self.sharded)
         self.unsharded_gradient: torch.Tensor | None = None
         """Gradient of the full parameter in the reduce dtype, summed over micro-batches that did not communicate."""
         self.full: nn.Parameter | None = None
@@ -175,6 +178,9 @@ class ShardedParameter:
                 "shape before fully_shard, or load with assign=False"
             )
         assert isinstance(current, nn.Parameter)
+        if self.info.replicate_size > 1:
+            allow_gradient_owner(current)
+            set_gradient_owner(current, gradient_owner(self.sharded))
         self.sharded = current
         _attach(current, self.attributes)
         for owner, owner_attribute in self.owners:

@@ -21,6 +21,7 @@ import torch
 from hp_plugin.core.fsdp.bucket import Bucket, Member
 from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.core.fsdp.gradients import UnitGradients
+from hp_plugin.core.fsdp.owner_reduction import OwnerReduction
 from hp_plugin.core.fsdp.schedule import Schedule
 from hp_plugin.core.kernels import accumulate_scaled_, scale_copy_
 from hp_plugin.core.transport import C10dTransport, Pending, all_reduce_sum
@@ -64,12 +65,14 @@ class Crossing:
         members: The units whose sums cross, with the factor of their delivery.
         tickets: Jobs of the lane that must have run.
         messages: What crosses; filled by the last of those jobs.
+        to_owners: What crosses where some of it is wanted by one replica alone; likewise.
     """
 
     bucket: Bucket
     members: dict[UnitGradients, float]
     tickets: list[Ticket]
     messages: list[tuple[Pending, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    to_owners: list[OwnerReduction] = field(default_factory=list)
 
     def finish(self) -> None:
         """Waits for the reduction between supernodes and delivers every `.grad`."""
@@ -79,6 +82,8 @@ class Crossing:
             pending.wait()
             if wire is not message:
                 message.copy_(wire)
+        for reduction in self.to_owners:
+            reduction.wait()
         for unit, scale in self.members.items():
             unit.is_in_flight = False
             unit.deliver(scale)
@@ -195,6 +200,9 @@ class ReductionPipeline:
         route = bucket.route
         if route.group is None:
             return
+        if bucket.has_owners:
+            self._launch_to_owners(crossing)
+            return
         messages = bucket.messages(list(members))
         for message in messages:
             self.counters.all_reduces += 1
@@ -204,6 +212,29 @@ class ReductionPipeline:
         self._note("inter", "all-reduce", list(members))
         earlier = tuple(crossing.tickets)
         crossing.tickets.append(bucket.lane.submit(lambda: self._cross(crossing, messages, earlier)))
+
+    def _launch_to_owners(self, crossing: Crossing) -> None:
+        """Sends a bucket across of which one replica alone wants a part: one exchange, whichever buffers it lies in."""
+        route, units = crossing.bucket.route, [u for u in crossing.bucket.units if u in crossing.members]
+        group = route.group
+        assert group is not None
+        shared = sum(each.length for unit in units for each in unit.segments if each.owner is None)
+        owned = sum(each.length for unit in units for each in unit.segments if each.owner is not None)
+        self.counters.all_reduces += shared > 0
+        self.counters.all_reduce_bytes += shared * route.wire_dtype.itemsize
+        self.counters.owner_reductions += 1
+        self.counters.owner_reduction_bytes += owned * route.wire_dtype.itemsize
+        self._note("inter", "reduce to owners", units)
+        earlier = tuple(crossing.tickets)
+
+        def cross() -> None:
+            for ticket in earlier:
+                ticket.wait()  # as in `_cross`
+            sums = [unit.partial for unit in units if unit.partial is not None]
+            assert len(sums) == len(units)
+            crossing.to_owners.append(OwnerReduction(sums, [u.segments for u in units], group, route.wire_dtype))
+
+        crossing.tickets.append(crossing.bucket.lane.submit(cross))
 
     def _cross(self, crossing: Crossing, messages: list[torch.Tensor], earlier: Sequence[Ticket]) -> None:
         """Runs on the lane: issues the reduction between supernodes. Its result is waited for elsewhere."""
@@ -253,7 +284,7 @@ class ReductionPipeline:
         for bucket in self.buckets:
             _outlive(bucket.tickets, ())
         for crossing in self._crossing:
-            _outlive(crossing.tickets, crossing.messages)
+            _outlive(crossing.tickets, [*(pending for pending, _, _ in crossing.messages), *crossing.to_owners])
         self._crossing = []
         for bucket in self.buckets:
             bucket.abandon()
@@ -263,11 +294,11 @@ class ReductionPipeline:
             self.schedule.note(stream, event, [unit.name for unit in units])
 
 
-def _outlive(tickets: Sequence[Ticket], messages: Sequence[tuple[Pending, torch.Tensor, torch.Tensor]]) -> None:
+def _outlive(tickets: Sequence[Ticket], messages: Sequence[Pending]) -> None:
     """Waits for all of it, whether it fails or not: the memory it works in is about to be given up."""
     for ticket in tickets:
         with contextlib.suppress(Exception):
             ticket.wait()
-    for pending, _, _ in messages:
+    for pending in messages:
         with contextlib.suppress(Exception):
             pending.wait()

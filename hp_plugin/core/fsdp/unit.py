@@ -20,7 +20,7 @@ from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
 from hp_plugin.core.fsdp.reduction import Reduction
 from hp_plugin.core.kernels import accumulate_scaled_
-from hp_plugin.core.transport import C10dTransport, Lane, Pending, announce_update, lane_of
+from hp_plugin.core.transport import C10dTransport, Lane, Pending, announce_update, gradient_owner, lane_of
 from hp_plugin.core.transport.shm import GradientRing
 from hp_plugin.errors import HyperParallelError
 
@@ -93,6 +93,8 @@ class Unit:
         """Storage of the sharded gradients; exists from the first backward on."""
         self._planned_for: list[ShardedParameter] = []
         """The trainable parameters of which `gradients` has the storage, in the order of `parameters`."""
+        self._planned_owners: list[int | None] = []
+        """Of each of them, which rank alone gets its gradient."""
         self._transport = C10dTransport(info.shard_group) if info.shard_size > 1 else None
         self._fulls: FullTensors = GatheredFulls(self.operands, info, self._transport)
         self._ring: GradientRing | None = None
@@ -283,7 +285,10 @@ class Unit:
     @property
     def gradients_are_planned(self) -> bool:
         """Whether `gradients` is for the parameters that are trainable now."""
-        return self._planned_for == self.trainable
+        return self._planned_for == self.trainable and self._planned_owners == self._gradient_owners()
+
+    def _gradient_owners(self) -> list[int | None]:
+        return [gradient_owner(p.sharded) for p in self._planned_for]
 
     def plan_gradients(self) -> UnitGradients | None:
         """Makes the storage of the gradients anew, for the parameters that are trainable now; None where none is.
@@ -298,10 +303,14 @@ class Unit:
                 "set_requires_all_reduce(True)"
             )
         self._planned_for = trainable = self.trainable
+        self._planned_owners = self._gradient_owners()
         self.gradients = None
         if trainable:
             operands = group_operands(trainable)
-            self.gradients = UnitGradients(self.name, operands, self.sum_dtype, self.root.counters)
+            owners, replicas = dict(zip(trainable, self._planned_owners)), self.info.replicate_group
+            self.gradients = UnitGradients(
+                self.name, operands, self.sum_dtype, self.root.counters, owners=owners, replicas=replicas
+            )
         return self.gradients
 
     @property

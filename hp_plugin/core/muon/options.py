@@ -39,6 +39,9 @@ class MuonOptions:
         momentum_dtype: Dtype of the momentum buffer.
         momentum_placement: Where replicas keep the momentum of a parameter: "replicated", on all of them; "owner", on
             the replica that orthogonalizes it. `state_dict` then is a collective, and gives it on all.
+        gradients: Where replicas need the gradient of a parameter: "replicated", on all of them; "owner", on the replica
+            that orthogonalizes it, where `hp_plugin.fully_shard` then sums it: half the bytes between replicas. `.grad`
+            is None on the others. Needs momentum_placement="owner".
     """
 
     scale: str = "clamped_aspect"
@@ -53,6 +56,7 @@ class MuonOptions:
     momentum_kind: MomentumKind = "ema"
     momentum_dtype: torch.dtype = torch.float32
     momentum_placement: MomentumPlacement = "replicated"
+    gradients: MomentumPlacement = "replicated"
 
     def as_group(self) -> dict[str, Any]:
         """The options as entries of a parameter group."""
@@ -76,6 +80,7 @@ _CHOICES = {
     "kernel": get_args(Kernel),
     "momentum_kind": get_args(MomentumKind),
     "momentum_placement": get_args(MomentumPlacement),
+    "gradients": get_args(MomentumPlacement),
 }
 
 
@@ -140,6 +145,11 @@ def _check_muon(group: Mapping[str, Any]) -> None:
     for name, choices in _CHOICES.items():
         if group[name] not in choices:
             raise ConfigurationError(f"{name} is {group[name]!r}; choose one of {', '.join(map(repr, choices))}")
+    if group["gradients"] == "owner" and group["momentum_placement"] != "owner":
+        raise ConfigurationError(
+            'gradients="owner" leaves other replicas without the gradient, so they cannot keep the momentum: it needs '
+            'momentum_placement="owner"'
+        )
     dtype = cast("torch.dtype", group["momentum_dtype"])
     if not dtype.is_floating_point:
         raise ConfigurationError(f"momentum_dtype is {dtype}, but must be a floating dtype")

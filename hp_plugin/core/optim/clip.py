@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from hp_plugin.core.layout import is_shard, local_tensor
+from hp_plugin.core.transport import gradient_owner
 from hp_plugin.errors import ConfigurationError
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -125,20 +126,22 @@ def _by_shard_groups(parameters: Sequence[torch.Tensor]) -> list[tuple[Groups, l
     for param in parameters:
         groups: Groups = ()
         if isinstance(param, DTensor):
-            key = (id(param.device_mesh), param.placements)
+            # Where one replica alone has the gradient, the replicas' norms add up as those of shards do.
+            is_owned = gradient_owner(param) is not None
+            key = (id(param.device_mesh), (*param.placements, is_owned))
             if key not in seen:
-                seen[key] = _shard_groups(param.device_mesh, param)
+                seen[key] = _shard_groups(param.device_mesh, param, over_replicas=is_owned)
             groups = seen[key]
         names = tuple(group.group_name for group in groups)
         buckets.setdefault(names, (groups, []))[1].append(param)
     return list(buckets.values())
 
 
-def _shard_groups(mesh: DeviceMesh, param: DTensor) -> Groups:
+def _shard_groups(mesh: DeviceMesh, param: DTensor, *, over_replicas: bool) -> Groups:
     if any(isinstance(placement, Partial) for placement in param.placements):
         raise ConfigurationError(f"a parameter is placed as {param.placements}; parameters cannot be partial sums.")
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(param.placements)
-        if is_shard(placement) and mesh.size(axis) > 1
+        if (over_replicas or is_shard(placement)) and mesh.size(axis) > 1
     )
