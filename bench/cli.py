@@ -29,6 +29,10 @@ from bench.report import Report, say
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "link": ("bench.testbed.link", "Latency and bandwidth that the testbed delivers, inside and between supernodes."),
     "fsdp-step": ("bench.fsdp_step.command", "A training step over a slow link, against FSDP2, DDP and Megatron."),
+    "muon-step": (
+        "bench.muon_step.command",
+        "Muon over a slow link, against torch on DTensors, Megatron and DeepSpeed.",
+    ),
     "collectives": ("bench.collectives.command", "All-gather and reduce-scatter inside a supernode, by transport."),
     "host-overhead": ("bench.host_overhead.command", "Host time per layer, with communication that costs nothing."),
     "memory": ("bench.memory.command", "Peak bytes per rank, against the closed form and FSDP2."),

@@ -117,7 +117,7 @@ class _Worker:
             resident.variant.backward(loss)
             norms.append(resident.variant.gradient_norm())
             resident.variant.update()
-            losses.append(_mean(loss.item()))
+            losses.append(mean_over_ranks(loss.item()))
             if self.pace is not None:
                 self.result.waits[name] = (self.pace.calls, round(self.pace.seconds / self.pace.layer_s, 6))
         self.result.equality[name] = Equality(losses=losses, norms=norms)
@@ -182,8 +182,8 @@ class _Worker:
                 took = self._block(name, self.job.steps)
             crossed = count_link() - before
             times[name], cpu[name] = took.seconds, took.host_cpu
-            sent[name] = _mean(crossed.payload / self.job.steps)
-            packets[name] = _mean(crossed.packets / self.job.steps)
+            sent[name] = mean_over_ranks(crossed.payload / self.job.steps)
+            packets[name] = mean_over_ranks(crossed.packets / self.job.steps)
         wires.append(self._wire())
         wire, tolerance = statistics.mean(wires), self.job.balance_tolerance
         ratio = times[FLOOR] / wire if wire > 0 else 0.0
@@ -226,7 +226,7 @@ class _Worker:
                     phases[index] += (moments[index + 1] - moments[index]) / self.job.steps
 
         took = _timed(work).per_step(self.job.steps)
-        return took, (_mean(phases[0]), _mean(phases[1]), _mean(phases[2]))
+        return took, (mean_over_ranks(phases[0]), mean_over_ranks(phases[1]), mean_over_ranks(phases[2]))
 
     def _wire(self) -> float:
         """Seconds of an all-reduce of all gradient shards between supernodes, all shards at once."""
@@ -260,24 +260,26 @@ class _Took:
 def _timed(work: Callable[[], None]) -> _Took:
     """Runs `work` between two barriers, which are not counted. Every rank must call."""
     dist.barrier()
-    start, cpu_start = time.perf_counter(), _cpu_seconds()
+    start, cpu_start = time.perf_counter(), cpu_seconds()
     work()
-    seconds, cpu = time.perf_counter() - start, _cpu_seconds() - cpu_start
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu_start
     dist.barrier()
-    return _Took(_most(seconds), _mean(cpu) * dist.get_world_size())
+    return _Took(most_over_ranks(seconds), mean_over_ranks(cpu) * dist.get_world_size())
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """CPU time of this process so far, user and system, all its threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _most(value: float) -> float:
+def most_over_ranks(value: float) -> float:
+    """The largest of all ranks' values. Every rank must call."""
     return _reduced(value, dist.ReduceOp.MAX)
 
 
-def _mean(value: float) -> float:
+def mean_over_ranks(value: float) -> float:
+    """The mean of all ranks' values. Every rank must call."""
     return _reduced(value, dist.ReduceOp.SUM) / dist.get_world_size()
 
 

@@ -34,8 +34,8 @@ class MegatronDDP(Variant):
         require_megatron()
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        _initialize_groups()
-        config = _transformer_config(context)
+        initialize_groups()
+        config = transformer_config(context)
         ddp_config = DistributedDataParallelConfig(
             overlap_grad_reduce=True,
             overlap_param_gather=distributed_optimizer,
@@ -143,7 +143,8 @@ def require_megatron() -> None:
         raise PeerUnavailableError("megatron-core is not installed; `make setup` installs it where Python is >= 3.12")
 
 
-def _initialize_groups() -> None:
+def initialize_groups() -> None:
+    """Megatron's process groups: data parallelism over all ranks."""
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():
@@ -151,7 +152,8 @@ def _initialize_groups() -> None:
             parallel_state.initialize_model_parallel()
 
 
-def _transformer_config(context: Context) -> Any:
+def transformer_config(context: Context) -> Any:
+    """What Megatron wants to know of the model."""
     from megatron.core.transformer import TransformerConfig
 
     size = context.size
