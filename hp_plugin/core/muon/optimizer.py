@@ -33,8 +33,8 @@ from hp_plugin.core.muon.splits import blocks_of
 from hp_plugin.core.muon.state import OwnerPlaced, check_matrix, load_into, owner_placed
 from hp_plugin.core.optim.adamw import local_gradient, new_adamw_state, step_adamw, zeros_like_local
 from hp_plugin.core.topology import Topology
-from hp_plugin.core.transport import announce_update
-from hp_plugin.errors import ConfigurationError
+from hp_plugin.core.transport import allows_gradient_owner, announce_update, gradient_owner, set_gradient_owner
+from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 
 class HyperMuon(Optimizer):
@@ -149,6 +149,7 @@ class HyperMuon(Optimizer):
             ConfigurationError: An option is unknown or out of range.
             UnsupportedError: Muon is given a parameter that is no matrix.
         """
+        self._forget_gradient_owners()
         super().add_param_group(complete_group(param_group, self._own_defaults))
         group = self.param_groups[-1]
         for index, parameter in enumerate(group["params"]):
@@ -179,6 +180,7 @@ class HyperMuon(Optimizer):
                     f"{theirs.get('algorithm')}: route the parameters alike, or import the momentum with "
                     "hp_plugin.core.muon.convert"
                 )
+        self._forget_gradient_owners()
         # torch casts loaded state to the dtype of the parameter: fp32 momentum of bf16 weights would lose its bits.
         state = self.state
         super().load_state_dict({**state_dict, "state": {}})
@@ -312,7 +314,34 @@ class HyperMuon(Optimizer):
             self._is_planned = True
             self._placed = owner_placed(self._exchanger.plan, self._rank)
             self._drop_momentum()
+            self._set_gradient_owners()
         return self._exchanger
+
+    def _set_gradient_owners(self) -> None:
+        """From the next backward on, has gradients summed where they are used."""
+        assert self._exchanger is not None
+        for index, owner, _ in self._placed:
+            parameter, group = self._matrices[index]
+            if group["gradients"] == "owner":
+                if not allows_gradient_owner(parameter):
+                    raise UnsupportedError(
+                        f'parameter {self._exchanger.plan.parameters[index].name} has gradients="owner", but nothing '
+                        "that reduces its gradient heeds it: hp_plugin.fully_shard on a mesh with a replicate axis does"
+                    )
+                set_gradient_owner(parameter, owner)
+
+    def _forget_gradient_owners(self) -> None:
+        """Has gradients summed on all replicas again, until there is a new plan."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if gradient_owner(parameter) is None:
+                    continue
+                if parameter.grad is not None:
+                    raise ConfigurationError(
+                        "parameters were added or a state loaded while gradients exist on one replica alone "
+                        '(gradients="owner"): call zero_grad() before'
+                    )
+                set_gradient_owner(parameter, None)
 
     def _make_exchanger(self) -> Exchanger:
         self._matrices = []

@@ -39,7 +39,7 @@ class MuonOptions:
         momentum_dtype: Dtype of the momentum buffer.
         momentum_placement: Where replicas keep the momentum of a parameter: "replicated", on all of them; "owner", on
             the replica that orthogonalizes it. `state_dict` then is a collective, and gives it on all.
-        gradients: Where replicas need the gradient of a parameter: "replicated", on all of them; "owner", on the replica
+        gradients: Where replicas need the gradient of a parameter: "replicated", on all of them; "owner", on the one
             that orthogonalizes it, where `hp_plugin.fully_shard` then sums it: half the bytes between replicas. `.grad`
             is None on the others. Needs momentum_placement="owner".
     """
