@@ -379,7 +379,7 @@ class HyperMuon(Optimizer):
         for parameter in parameters:
             ranks = tuple(sorted(r for replica in parameter.shards(self._rank) for r in replica))
             domains.setdefault(ranks, []).append(parameter)
-        for ranks in sorted(domains, key=lambda each: (len(each), parameters.index(domains[each][0]))):
+        for ranks in sorted(domains, key=lambda each: (len(each), each)):  # the same order on all ranks
             if len(ranks) > 1:
                 members = domains[ranks]
                 digests = {parameter.name: parameter.digest for parameter in members}

@@ -207,7 +207,8 @@ def make_plan(
         domains.setdefault(parameter.shards(rank), []).append(index)
     loads: dict[int, int] = {rank: 0}
     waves: list[Wave] = []
-    for shards in sorted(domains, key=lambda each: (sum(map(len, each)), domains[each][0])):
+    # An order of all domains of the job, whatever the order of parameters here, so that ranks cannot wait in a circle.
+    for shards in sorted(domains, key=lambda each: (sum(map(len, each)), each)):
         ranks = tuple(sorted(r for replica in shards for r in replica))
         if loads_of is not None and len(ranks) > 1:
             loads.update(loads_of(ranks, loads[rank]))
@@ -238,7 +239,8 @@ def assign_owners(
 ) -> list[PlannedBlock]:
     """Gives each matrix to the least loaded rank that may own it, the longest first. Same everywhere.
 
-    A matrix that some shard holds whole stays on such a shard; of the others any rank of the domain may be the owner.
+    A matrix that some shard holds whole stays on such a shard, and these are given first: of the others any rank of the
+    domain may be the owner, so they even out what those have left uneven.
 
     Args:
         blocks: Matrices of one domain.
@@ -254,7 +256,7 @@ def assign_owners(
         loads.setdefault(each, 0)
     owned: dict[int, PlannedBlock] = {}
     replica_of: dict[int, int] = {}
-    for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].flops, i)):
+    for index in sorted(range(len(blocks)), key=lambda i: (len(blocks[i].holders) > 1, -blocks[i].flops, i)):
         block = blocks[index]
         candidates = everyone
         if len(block.holders) == 1:
