@@ -205,9 +205,9 @@ def refusals() -> None:
         optimizer.step()
     added = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(Exception, match="call zero_grad"):
-        optimizer.add_param_group({"params": [added], "algorithm": "muon"})
+        optimizer.add_param_group({"params": [("added", added)], "algorithm": "muon"})
     optimizer.zero_grad()
-    optimizer.add_param_group({"params": [added], "algorithm": "muon"})
+    optimizer.add_param_group({"params": [("added", added)], "algorithm": "muon"})
 
     from torch.distributed.fsdp import fully_shard as stock
 
