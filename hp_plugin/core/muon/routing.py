@@ -249,8 +249,8 @@ def _default_split(member: Member, groups: int | None) -> Split | None:
     if len(member.shape) == 2 and any(fuses_experts(place) for place in member.places):
         raise ConfigurationError(
             f"parameter {member.name} of shape {member.shape} belongs to a module of class "
-            f"{type(member.places[0].module).__name__}, so it holds several experts. Say how with a split, as GroupedRows(num_experts=...), or Whole() if it is "
-            "one matrix, or give it to AdamW."
+            f"{type(member.places[0].module).__name__}, so it holds several experts. Say how with a split, as "
+            "GroupedRows(num_experts=...), or Whole() if it is one matrix, or give it to AdamW."
         )
     return None
 
