@@ -94,7 +94,7 @@ def indices_of(block: Block) -> tuple[int, Tensor, Tensor]:
 def values(shapes: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
     """Random tensors; each depends on its place and the seed alone."""
     return [
-        torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + i)) for i, shape in enumerate(shapes)
+        torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1000 * seed + i)) for i, shape in enumerate(shapes)
     ]
 
 

@@ -61,6 +61,25 @@ class Distribution:
         shape = tuple(parameter.shape)  # type: ignore[attr-defined]
         return cls(Layout(shape, ("replicas",), (len(ranks),), (Replicate(),)), ranks)
 
+    def check_shard(self, name: str, rank: int, shape: Sequence[int]) -> None:
+        """Checks that the local tensor of a rank, of shape `shape`, is what the layout says of it.
+
+        Raises:
+            ConfigurationError: It is not, or the rank has no part in the parameter `name`.
+        """
+        if rank not in self.ranks:
+            raise ConfigurationError(
+                f"parameter {name} is distributed over the ranks {self.ranks}, of which rank {rank} is none: give it "
+                "to the optimizers of those ranks only"
+            )
+        coordinate = next(itertools.islice(self.layout.coordinates(), self.ranks.index(rank), None))
+        expected = self.layout.local_shape(coordinate)
+        if tuple(shape) != expected:
+            raise ConfigurationError(
+                f"parameter {name} of global shape {self.layout.global_shape} has the local shape {tuple(shape)} on "
+                f"rank {rank}, where its layout says {expected}: give the layout of this tensor, unpadded and unflattened"
+            )
+
     @functools.cached_property
     def shards(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica: those that together hold the parameter once, in the order of their shards."""

@@ -17,7 +17,8 @@ from hp_plugin.core.muon.blocks import MatrixView, Split
 from hp_plugin.core.muon.communicator import Communicators, GroupCommunicators, share_from
 from hp_plugin.core.muon.counters import MuonCounters
 from hp_plugin.core.muon.distribution import Distribution, Piece
-from hp_plugin.core.muon.exchange import Contribution, Exchanger, read_runs, write_runs
+from hp_plugin.core.muon.exchange import Exchanger
+from hp_plugin.core.muon.messages import read_runs, write_runs
 from hp_plugin.core.muon.momentum import advance, look_ahead_without_gradient
 from hp_plugin.core.muon.options import adamw_options, complete_group, muon_options, newton_schulz_of
 from hp_plugin.core.muon.plan import (
@@ -31,6 +32,7 @@ from hp_plugin.core.muon.plan import (
 from hp_plugin.core.muon.scale import scale_factor
 from hp_plugin.core.muon.splits import blocks_of
 from hp_plugin.core.muon.state import OwnerPlaced, check_matrix, load_into, owner_placed
+from hp_plugin.core.muon.waves import Contribution
 from hp_plugin.core.optim.adamw import local_gradient, new_adamw_state, step_adamw, zeros_like_local
 from hp_plugin.core.topology import Topology
 from hp_plugin.core.transport import allows_gradient_owner, announce_update, gradient_owner, set_gradient_owner
@@ -281,7 +283,7 @@ class HyperMuon(Optimizer):
         if parameter.grad is None:
             update = look_ahead_without_gradient(buffer, group)
         else:
-            update = advance(buffer, local_gradient(parameter), group)
+            update = advance(buffer, local_gradient(parameter).contiguous(), group)  # it may be strided otherwise
         return Contribution(_layers(update, self.plan.parameters[index].view), parameter.grad is not None)
 
     def _apply(self, block: PlannedBlock, piece: Piece, values: Tensor) -> None:
@@ -361,6 +363,8 @@ class HyperMuon(Optimizer):
             distribution = Distribution.of(parameter, process_group=self._process_group)
             if isinstance(self._communicators, GroupCommunicators) and isinstance(parameter, DTensor):
                 self._communicators.know_mesh(parameter.device_mesh)
+        if distribution is not None:
+            distribution.check_shard(name, self._rank, local_tensor(parameter).shape)
         shape = parameter.shape if distribution is None else distribution.layout.global_shape
         view, blocks = blocks_of(name, shape, self._splits.get(parameter))
         return MatrixParameter(
