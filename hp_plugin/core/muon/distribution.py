@@ -77,7 +77,7 @@ class Distribution:
         if tuple(shape) != expected:
             raise ConfigurationError(
                 f"parameter {name} of global shape {self.layout.global_shape} has the local shape {tuple(shape)} on "
-                f"rank {rank}, where its layout says {expected}: give the layout of this tensor, unpadded and unflattened"
+                f"rank {rank}, where its layout says {expected}: give the layout of this tensor, without padding"
             )
 
     @functools.cached_property
