@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
-from bench.fsdp_step.model import loss_of
+from bench.fsdp_step.model import Transformer, loss_of
 from bench.fsdp_step.settings import Options
 from bench.fsdp_step.variant import Batch, PeerUnavailableError, take_options
 from bench.muon_step.variant import MuonContext, MuonVariant, is_matrix
@@ -22,22 +23,41 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+class _HeadByName(nn.Module):
+    """The model, with its head under the name by which DeepSpeed knows what Muon must not have."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.lm_head = model.head  # before the model, whose own name for it then does not count
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """That of the model."""
+        logits: torch.Tensor = self.model(tokens)
+        return logits
+
+
 class DeepSpeedMuon(MuonVariant):
     """The engine of `deepspeed.initialize` with the optimizer "Muon"."""
 
     def __init__(self, context: MuonContext, options: Options) -> None:
         import deepspeed
 
+        # An all-reduce for inference on one node, which would be compiled here and never called.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.model = context.model()
-        for name, parameter in self.model.named_parameters():
-            parameter.use_muon = is_matrix(name, parameter)  # type: ignore[attr-defined]
         self.options = options
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.model,
+            model=_HeadByName(self.model),
             model_parameters=list(self.model.parameters()),
             config=_configuration(context, options),
             dist_init_required=False,
         )
+        for name, parameter in self.model.named_parameters():
+            assert parameter.use_muon is is_matrix(name, parameter), f"DeepSpeed gives {name} another optimizer"
+        for group in self.optimizer.param_groups:
+            if not group["use_muon"]:
+                group.update(fused=True, foreach=False)  # what torch chooses by itself is slower on CPU
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The engine's."""
@@ -91,6 +111,7 @@ def _configuration(context: MuonContext, options: Options) -> dict[str, Any]:
                 "betas": [adam.beta1, adam.beta2],
                 "eps": adam.eps,
                 "ns_method": "standard",  # the direct iteration, in bf16
+                "torch_adam": True,  # its own would be compiled here
             },
         },
         "zero_optimization": {

@@ -14,7 +14,13 @@ from bench.fsdp_step.variant import Batch, take_options
 from bench.muon_step.variant import MuonContext, MuonVariant, split_parameters
 from hp_plugin.core.muon.optimizer import HyperMuon
 
-MUON_OPTIONS: dict[str, Any] = {"exchange": None}
+MUON_OPTIONS: dict[str, Any] = {
+    "exchange": None,
+    "kernel": None,
+    "wave_bytes": None,
+    "momentum_placement": None,
+    "gradients": None,
+}
 """Of HyperMuon, beside those of `fully_shard`."""
 
 
