@@ -210,9 +210,9 @@ def _thin(member: Member, place: Place) -> str | None:
 
 
 _RULES: tuple[Callable[[Member, Place], str | None], ...] = (
-    _marked,
     _embedding,
     _head,
+    _marked,
     _norm,
     _bias,
     _vector,
