@@ -54,7 +54,7 @@ class Round(_Plain):
     Attributes:
         kept: whether the wire time stayed what it was.
         wire: all-reduce of all gradient shards between supernodes, before and after, or the nominal time twice.
-        windows: from the last gradient of a matrix until the next forward may start.
+        windows: from the last gradient of a matrix until the first layer of the next forward begins.
         times: the whole step.
         host_cpu: CPU time, user and system, all threads of all ranks together.
         link_bytes: payload that a supernode sent, mean over supernodes.

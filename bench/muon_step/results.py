@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _BYTES_PER_ELEMENT = 2  # matrices travel in bf16
 _NOTES = (
     (
-        "window_ms is from the moment when a rank has the last gradient of a matrix until its next forward may start: "
-        "reductions not yet done, momentum, Newton-Schulz, all exchanges, the other parameters' AdamW. What an engine "
-        "gathers in its next forward (ours, FSDP2, Megatron with overlap_param_gather) is in step_ms alone."
+        "window_ms is from the moment when a rank has the last gradient of a matrix until the first layer of its next "
+        "forward begins: reductions not yet done, momentum, Newton-Schulz, all exchanges, the other parameters' AdamW, "
+        "and the gather of what that layer needs. What is gathered beside later layers is in step_ms alone."
     ),
     (
         "All run 5 steps of the classic quintic in bf16, Nesterov, momentum as a moving average, and the scale "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from bench.errors import UnavailableError
 from bench.fsdp_step.settings import Size, VariantSettings
@@ -50,14 +50,14 @@ class Run(_Strict):
     Attributes:
         size: of the model.
         rounds: rounds that must be kept.
-        steps: steps of a variant in a round.
+        steps: steps of a variant in a round, at least 2: what is timed lies between two.
         warm_up: steps of each variant before anything is measured.
         equality_steps: steps of real compute after which weights are compared, before that.
     """
 
     size: Size
     rounds: PositiveInt
-    steps: PositiveInt
+    steps: int = Field(ge=2)
     warm_up: PositiveInt
     equality_steps: PositiveInt
 

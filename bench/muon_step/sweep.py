@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bench.fsdp_step.job import VariantJob
     from bench.muon_step.command import Plan
 
-ROUNDS = 4
+ROUNDS = 3
 MOST_RESIDENT = 4
 """Candidates in one set of processes."""
 

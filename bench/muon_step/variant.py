@@ -19,16 +19,27 @@ from bench.muon_step.settings import AdamWSettings, MuonSettings
 
 @dataclass
 class MarkedPace(Pace):
-    """A modelled accelerator that remembers when its last piece of work ends.
+    """A modelled accelerator that measures how long it stood still between two steps.
 
     Attributes:
-        last_end_ns: on CLOCK_MONOTONIC. After a backward: when the last gradient of a matrix was produced.
+        last_end_ns: when its last piece of work ends, on CLOCK_MONOTONIC. After a backward: when the last gradient of a
+            matrix was produced.
+        still_s: seconds from there until the first layer of the next forward began.
     """
 
     last_end_ns: int = 0
+    still_s: float = 0.0
+    _in_new_step: bool = False
+
+    def new_step(self) -> None:
+        """The next piece of work is the first of a step."""
+        self._in_new_step = True
 
     def begin(self, share: float) -> int:
         """As `Pace.begin`."""
+        if self._in_new_step:
+            self._in_new_step = False
+            self.still_s = (time.monotonic_ns() - self.last_end_ns) * 1e-9
         self.last_end_ns = super().begin(share)
         return self.last_end_ns
 
@@ -77,7 +88,7 @@ class MuonVariant(abc.ABC):
 
     @abc.abstractmethod
     def update(self) -> None:
-        """Steps the optimizers and clears the gradients. When it returns, the next forward may start."""
+        """Steps the optimizers and clears the gradients. What is left behind then belongs to the next forward."""
 
     @abc.abstractmethod
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,11 +108,10 @@ class MuonVariant(abc.ABC):
             for part in block.children():
                 part.pace = pace  # type: ignore[assignment]
 
-    def step(self, batch: Batch, pace: MarkedPace) -> float:
-        """One whole step; returns seconds from the last gradient of a matrix until the next forward may start."""
+    def step(self, batch: Batch) -> None:
+        """One whole step."""
         self.backward(self.forward(batch))
         self.update()
-        return (time.monotonic_ns() - pace.last_end_ns) * 1e-9
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:

@@ -96,8 +96,11 @@ class _Worker:
         return self.result
 
     def _step(self, name: str) -> float:
+        """One step; returns seconds from the last gradient before it until its first layer began."""
         resident = self.residents[name]
-        return resident.variant.step(self._next_batch(resident), self.pace)
+        self.pace.new_step()
+        resident.variant.step(self._next_batch(resident))
+        return self.pace.still_s
 
     def _next_batch(self, resident: _Resident) -> Batch:
         resident.steps += 1
@@ -153,11 +156,12 @@ class _Worker:
         steps = self.job.steps
         dist.barrier()
         start, cpu_start = time.perf_counter(), cpu_seconds()
-        window = sum(self._step(name) for _ in range(steps))
+        windows = [self._step(name) for _ in range(steps)]
         seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu_start
         dist.barrier()
         all_cpus = mean_over_ranks(cpu) * dist.get_world_size()
-        return most_over_ranks(seconds) / steps, most_over_ranks(window) / steps, all_cpus / steps
+        window = statistics.mean(windows[1:])  # before the first, other variants ran
+        return most_over_ranks(seconds) / steps, most_over_ranks(window), all_cpus / steps
 
     def _wire(self) -> float:
         """Seconds of an all-reduce of all gradient shards between supernodes, all at once; the median of three."""
