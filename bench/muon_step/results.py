@@ -56,7 +56,6 @@ def make_report(plan: Plan, job: Job, result: Result) -> Report:
         say("no round was kept: the machine drifts; run again when it is quiet")
     _add_plans(report, planned_figures(steps=own.muon.steps))
     _add_counters(report, job, result)
-    report.notes += [f"{name}: {reason}." for name, reason in result.unavailable.items()]
     report.notes.append(_about_equality(job, result))
     report.notes += _NOTES
     report.notes.append(_about_options(plan))
@@ -119,7 +118,7 @@ def matrix_shapes(job: Job) -> list[tuple[int, int]]:
 def _row(name: str, good: list[Round], result: Result) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": name}
     if name in result.unavailable:
-        return row | {"status": "not run: see the notes"}
+        return row | {"not run": result.unavailable[name]}
     if good:
         row |= {
             "window_ms": statistics.median(one.windows[name] for one in good) * 1e3,

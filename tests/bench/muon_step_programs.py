@@ -67,7 +67,7 @@ def run_with_another_torch_muon(change: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_of_a_slow_optimizer() -> tuple[float, float]:
-    """(window, step) in seconds: layers wait 60 ms in all, the update 50 ms, the forward 10 ms before its first layer."""
+    """(window, step) in seconds: layers wait 60 ms, the update 50 ms, the forward 10 ms before its first layer."""
     import time
 
     import torch.distributed as dist
