@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 from hp_plugin.core.muon.blocks import Split
@@ -77,10 +78,10 @@ class Routing:
     frozen: tuple[str, ...] = ()
 
     @property
-    def splits(self) -> dict[nn.Parameter, Split | None]:
-        """The split of each Muon parameter."""
+    def splits(self) -> dict[torch.Tensor, Split]:
+        """The split of each Muon parameter that has one; any other is one matrix."""
         pairs = zip(self.rows, self.parameters, strict=True)
-        return {parameter: row.split for row, parameter in pairs if row.algorithm == "muon"}
+        return {parameter: row.split for row, parameter in pairs if row.split is not None}
 
     @property
     def maybe_fused(self) -> tuple[str, ...]:
