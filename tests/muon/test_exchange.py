@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hp_plugin.core.layout import Layout
-from hp_plugin.core.muon.exchange import WaveRunner
 from hp_plugin.core.muon.newton_schulz import NewtonSchulz
 from hp_plugin.core.muon.splits import Convolution, GroupedRows, Interleaved, PerHead, RowSplit, Stack
+from hp_plugin.core.muon.waves import WaveRunner
 from tests.muon.layouts import AXES, Case, bounded, cases, flat, grid, strided
 from tests.muon.reference import reference_run, rolled, values
 from tests.muon.simulation import Trained, assert_same, train
@@ -239,9 +239,9 @@ def test_collectives_do_not_depend_on_gradients() -> None:
 # ---- controls: a fault must show -------------------------------------------------------------------------------------
 
 
-def _later_by_one(self: WaveRunner, shard: int, owners: Any, *, whole: bool = False) -> Any:
+def _later_by_one(self: WaveRunner, shard: int, owners: Any) -> Any:
     """Takes the pieces of the next shard for those of this one."""
-    return _ITEMS(self, (shard + 1) % len(self.wave.shards[0]), owners, whole=whole)
+    return _ITEMS(self, (shard + 1) % len(self.wave.shards[0]), owners)
 
 
 _ITEMS = WaveRunner._items

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hp_plugin.core.topology import Topology
 
 if TYPE_CHECKING:
-    from hp_plugin.core.muon.exchange import Leg
+    from hp_plugin.core.muon.messages import Leg
     from hp_plugin.core.muon.plan import Wave
 
 

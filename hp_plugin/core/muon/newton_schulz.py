@@ -245,6 +245,11 @@ class NewtonSchulz:
             total += 4 * m * m * n + (8 * len(segment) - 6) * m**3
         return total
 
+    @property
+    def allows_gram_exchange(self) -> bool:
+        """Whether the iteration may run in float32 in the Gram form whatever `dtype` is: it is only more accurate."""
+        return not self.exact and self.kernel in ("auto", "gram") and _float32_products_are_float32()
+
     def _gram_is_sound(self) -> bool:
         return self.dtype in (torch.float16, torch.float64) or (
             self.dtype == torch.float32 and _float32_products_are_float32()
@@ -287,21 +292,44 @@ class NewtonSchulz:
         factors commute.
         """
         for segment in _segments(self.coefficients):
-            r = x @ x.mT
-            q: Tensor | None = None
-            for left, (a, b, c) in zip(reversed(range(len(segment))), segment):
-                z = _addmm(r, r, r, beta=b, alpha=c)
-                if q is None:
-                    q = z.clone()
-                    q.diagonal(dim1=-2, dim2=-1).add_(a)
-                else:
-                    q = _addmm(q, z, q, beta=a)
-                if left:
-                    rz = _addmm(r, z, r, beta=a)
-                    r = _addmm(rz, z, rz, beta=a)
-            assert q is not None
-            x = q @ x
+            x = _factor(x @ x.mT, segment) @ x
         return x
+
+    @torch.no_grad()
+    def gram_factor(self, gram: Tensor) -> Tensor:
+        """Q with Q X the orthogonalized X, from the Gram matrices X X^T of matrices that need not be at hand.
+
+        All steps are taken without a second look at X, which float32 bears and float16 does not.
+
+        Args:
+            gram: (B, m, m), float32 or float64, of matrices of m x n with m <= n, not normalized.
+
+        Returns:
+            (B, m, m) in the dtype of `gram`.
+        """
+        norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_(min=0).sqrt_().clamp_(min=self.eps)[..., None, None]
+        return _factor(gram / (norm * norm), self.coefficients) / norm
+
+    def gram_flops(self, m: int, n: int) -> int:
+        """Floating-point operations of `gram_factor` for one m x n matrix."""
+        return (8 * len(self.coefficients) - 6) * min(m, n) ** 3
+
+
+def _factor(r: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+    """Q with Q X the result of `steps` on X, from R = X X^T: (m, m) or (B, m, m)."""
+    q: Tensor | None = None
+    for left, (a, b, c) in zip(reversed(range(len(steps))), steps):
+        z = _addmm(r, r, r, beta=b, alpha=c)
+        if q is None:
+            q = z.clone()
+            q.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            q = _addmm(q, z, q, beta=a)
+        if left:
+            rz = _addmm(r, z, r, beta=a)
+            r = _addmm(rz, z, rz, beta=a)
+    assert q is not None
+    return q
 
 
 def _segments(coefficients: Sequence[Coefficients]) -> Iterator[Sequence[Coefficients]]:

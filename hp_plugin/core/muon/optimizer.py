@@ -56,9 +56,8 @@ class HyperMuon(Optimizer):
             or "adamw"; or parameters, all of them matrices. Names, where given, are used in messages.
         lr: Learning rate of Muon, before the scale.
         momentum: Decay of the momentum.
-        nesterov: Whether the gradient is taken into account once more.
-        weight_decay: Decoupled decay, multiplied by `lr` (not by the scale), of all parameters; see
-            `adam_weight_decay`.
+        nesterov: Whether the gradient counts once more.
+        weight_decay: Decoupled decay, multiplied by `lr` and not by the scale.
         adam_lr: Learning rate of the AdamW part.
         adam_betas: Decay rates of AdamW.
         adam_eps: Added to AdamW's denominator.
@@ -68,7 +67,7 @@ class HyperMuon(Optimizer):
         process_group: Ranks that hold replicas of the parameters that are plain tensors, as with DDP: each matrix is
             then orthogonalized by one of them. None: every rank works for itself.
         topology: Which ranks share a supernode, for counters.
-        wave_bytes: Bytes of matrices that one rank owns in a wave; more waves overlap better, larger ones batch better.
+        wave_bytes: Bytes of matrices that one rank owns in a wave; small waves overlap, large ones batch.
         communicators: How ranks are reached; None is torch.distributed.
         **options: Everything else of Muon, by the names of `MuonOptions`: scale, coefficients, steps, ns_dtype, exact,
             exchange, ...
@@ -191,8 +190,7 @@ class HyperMuon(Optimizer):
         packed = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(packed, parameters):
-            for name, value in state_dict["state"].get(key, {}).items():
-                load_into(state[parameter], name, value, shape=tuple(parameter.shape))
+            load_into(state[parameter], state_dict["state"].get(key, {}), shape=tuple(parameter.shape))
         self._exchanger, self._is_planned, self._placed = None, False, []
 
     def state_dict(self) -> StateDict:

@@ -23,13 +23,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from hp_plugin.core.muon.blocks import Block, MatrixView
 from hp_plugin.core.muon.distribution import Distribution, Piece, pieces_of
 from hp_plugin.core.muon.newton_schulz import NewtonSchulz
 from hp_plugin.errors import ConfigurationError
 
-Exchange = Literal["auto", "a2a", "gather"]
-Mode = Literal["local", "a2a", "gather"]
+Exchange = Literal["auto", "a2a", "gather", "gram"]
+Mode = Literal["local", "a2a", "gather", "gram"]
 
 _Kind = tuple[bool, Mode, NewtonSchulz]
 
@@ -102,6 +104,12 @@ class PlannedBlock:
         """Indices of the shards that hold a piece."""
         return tuple(index for index, piece in enumerate(self.pieces) if piece is not None)
 
+    def message_numel(self, piece: Piece | None) -> int:
+        """Elements that travel for a shard's piece, either way."""
+        if piece is None:
+            return 0
+        return min(self.block.shape) ** 2 if self.mode == "gram" else piece.numel
+
 
 @dataclass(frozen=True)
 class Wave:
@@ -149,16 +157,16 @@ class ExchangePlan:
     loads: Mapping[int, int]
 
     def received_elements(self, rank: int) -> tuple[int, int]:
-        """Elements of matrices that `rank` receives in a step: `out` and `back`."""
+        """Elements of matrices that `rank` receives in a step: `out` and `back`. Messages of mode gather hold more."""
         out = back = 0
         for wave in self.waves:
             replica, shard = wave.places.get(rank, (-1, -1))
             for block in wave.blocks if replica >= 0 else ():
-                own = block.pieces[shard]
+                sizes = [block.message_numel(piece) for piece in block.pieces]
                 if block.owner == rank:
-                    out += sum(p.numel for p in block.pieces if p is not None) - (own.numel if own else 0)
-                elif own is not None:
-                    back += own.numel
+                    out += sum(sizes) - sizes[shard]
+                else:
+                    back += sizes[shard]
         return out, back
 
     @property
@@ -221,13 +229,44 @@ def make_plan(
 def _unowned_blocks(
     index: int, parameter: MatrixParameter, shards: tuple[tuple[int, ...], ...]
 ) -> Iterable[PlannedBlock]:
+    newton_schulz = parameter.newton_schulz
     for block in parameter.blocks:
         pieces = pieces_of(parameter.distribution, parameter.view, block)
-        flops = parameter.newton_schulz.flops(*block.shape)
+        planned = PlannedBlock(index, block, pieces, -1, -1, mode="a2a", flops=newton_schulz.flops(*block.shape))
         mode = parameter.exchange
+        if mode == "gram" and len(planned.holders) > 1 and not _fits_gram(planned, parameter):
+            raise ConfigurationError(
+                f'exchange="gram" does not fit parameter {parameter.name}: it needs shards along the longer dim of a '
+                "matrix alone, neither exact=True nor momentum on one replica, and float32 products that are float32; "
+                'use "auto"'
+            )
         if mode == "auto":
             mode = "a2a" if len(shards[0]) <= MAX_A2A_PEERS else "gather"
-        yield PlannedBlock(index, block, pieces, owner=-1, replica=-1, mode=mode, flops=flops)
+            if _fits_gram(planned, parameter) and _gram_is_cheaper(planned, parameter, len(shards)):
+                mode = "gram"
+        if mode == "gram" and len(planned.holders) > 1:
+            planned = dataclasses.replace(planned, flops=newton_schulz.gram_flops(*block.shape))
+        elif mode == "gram":
+            mode = "a2a"  # one shard has all of it
+        yield dataclasses.replace(planned, mode=mode)
+
+
+def _fits_gram(block: PlannedBlock, parameter: MatrixParameter) -> bool:
+    """Whether each shard holds all of the short dim of a block, and the Gram form may be used."""
+    if len(block.holders) < 2 or parameter.in_one_replica or not parameter.newton_schulz.allows_gram_exchange:
+        return False
+    rows, cols = block.block.shape
+    dim = 0 if rows <= cols else 1
+    return all(piece.shape[dim] == min(rows, cols) for piece in block.pieces if piece is not None)
+
+
+def _gram_is_cheaper(block: PlannedBlock, parameter: MatrixParameter, num_replicas: int) -> bool:
+    """Whether fewer bytes travel, over all ranks, if Gram matrices do instead of pieces."""
+    num_shards = len(block.holders)
+    rank_pairs = num_shards - 1 + num_shards * num_replicas - 1
+    gram_bytes = rank_pairs * min(block.block.shape) ** 2 * torch.float32.itemsize
+    whole_bytes = math.prod(block.block.shape) * parameter.newton_schulz.dtype.itemsize
+    return gram_bytes < whole_bytes * (num_replicas + 1 - 2 / num_shards)
 
 
 def assign_owners(
@@ -283,6 +322,8 @@ def _waves(
     # Large ones first, as they were distributed: every wave then has work for every rank.
     for block in sorted(blocks, key=lambda b: (-b.flops, b.block.shape)):
         newton_schulz = parameters[block.parameter].newton_schulz
+        if block.mode == "gram":
+            newton_schulz = dataclasses.replace(newton_schulz, dtype=torch.float32, kernel="gram")
         kind = (len(block.holders) > 1, block.mode, newton_schulz)
         before = filled.get((kind, block.owner), 0)
         filled[kind, block.owner] = before + math.prod(block.block.shape) * newton_schulz.dtype.itemsize

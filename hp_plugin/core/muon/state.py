@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,29 +55,32 @@ def check_matrix(name: str, parameter: Tensor) -> None:
         )
 
 
-def load_into(state: dict[str, Any], name: str, value: Any, *, shape: tuple[int, ...]) -> None:
-    """Loads one entry of the state of a parameter in place, in the dtype that it has here.
+def load_into(state: dict[str, Any], saved: Mapping[str, Any], *, shape: tuple[int, ...]) -> None:
+    """Loads the state of a parameter in place, in the dtypes that it has here.
 
     Args:
         state: Of the parameter.
-        name: Of the entry.
-        value: What was saved.
+        saved: What a state dict has of it; nothing leaves it as it is.
         shape: Of the parameter, for messages.
 
     Raises:
-        ConfigurationError: The entry is unknown, or this rank's part of it has another shape.
+        ConfigurationError: An entry is unknown, or this rank's part of it has another shape.
     """
-    mine = state.get(name)
-    if mine is None:
-        raise ConfigurationError(f"the loaded state of a parameter of shape {shape} has {name}, which is unknown here")
-    if not isinstance(value, Tensor):
-        state[name] = torch.as_tensor(value, dtype=mine.dtype, device=mine.device)
-        return
-    target, source = local_tensor(mine), local_tensor(value)
-    if target.shape != source.shape:
-        raise ConfigurationError(
-            f"the loaded {name} of a parameter of shape {shape} has the local shape {tuple(source.shape)}, but this "
-            f"rank holds {tuple(target.shape)}; load across meshes with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-        )
-    target.copy_(source)
+    for name, value in saved.items():
+        mine = state.get(name)
+        if mine is None:
+            raise ConfigurationError(
+                f"the loaded state of a parameter of shape {shape} has {name}, which is unknown here: there is "
+                f"{', '.join(state)}"
+            )
+        if not isinstance(value, Tensor):
+            state[name] = torch.as_tensor(value, dtype=mine.dtype, device=mine.device)
+            continue
+        target, source = local_tensor(mine), local_tensor(value)
+        if target.shape != source.shape:
+            raise ConfigurationError(
+                f"the loaded {name} of a parameter of shape {shape} has the local shape {tuple(source.shape)}, but "
+                f"this rank holds {tuple(target.shape)}; load across meshes with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+            )
+        target.copy_(source)
