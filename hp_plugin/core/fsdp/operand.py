@@ -15,6 +15,7 @@ import torch
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.parameter import ShardedParameter, install_fulls, install_shards
 from hp_plugin.core.fsdp.slot import aligned_offsets
+from hp_plugin.core.kernels import scale_copy_
 
 PACK_BYTES = 64 * 1024
 """Parameters whose full tensor, padded and in the compute dtype, is smaller than this travel in packs."""
@@ -147,6 +148,29 @@ class Operand(abc.ABC):
             Contiguous, 1-D, group size times `slot_numel` elements; `out` where it is given.
         """
 
+    def write_for_peers(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Full gradients as what the peers read in shared memory. Call under `torch.no_grad()`.
+
+        Args:
+            gradients: As for `reduction_operand`.
+            dtype: Dtype of `out`.
+            counters: Where copies are counted.
+            out: Gets the slots of all other ranks, and this rank's own where no gradient holds it as it is to be added.
+
+        Returns:
+            This rank's own slot, contiguous, 1-D, `slot_numel` elements: in `out`, or in a gradient, which it keeps
+            alive.
+        """
+        self.reduction_operand(gradients, dtype, counters, out=out)
+        return out.narrow(0, self._info.shard_rank * self.slot_numel, self.slot_numel)
+
 
 class Single(Operand):
     """One parameter. Nothing is copied unless its dtype changes, its dim is uneven or it is sharded on another dim.
@@ -219,6 +243,27 @@ class Single(Operand):
     ) -> torch.Tensor:
         """The gradient itself where dtype, strides and evenness allow and it may stay, else one copy."""
         return self._parameter.reduction_operand(gradients[0], dtype, counters, out=out)
+
+    def write_for_peers(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        counters: Counters,
+        *,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Leaves this rank's own slot in the gradient where dtype, strides and evenness allow."""
+        gradient = gradients[0]
+        if gradient is None or not self._parameter.is_operand(gradient, dtype):
+            return super().write_for_peers(gradients, dtype, counters, out=out)
+        operand = gradient.detach().view(-1)
+        start = self._info.shard_rank * self.slot_numel
+        end = start + self.slot_numel
+        for low, high in ((0, start), (end, operand.numel())):
+            if low < high:
+                scale_copy_(out[low:high], operand[low:high], 1.0)
+        counters.copied_bytes += (operand.numel() - self.slot_numel) * dtype.itemsize
+        return operand[start:end]
 
 
 class Pack(Operand):
