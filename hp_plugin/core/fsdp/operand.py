@@ -23,6 +23,9 @@ PACK_BYTES = 64 * 1024
 _ALIGNMENT = 32
 """Elements. Full tensors of a pack start at multiples of 64 bytes in every floating dtype of two bytes or more."""
 
+Gradients = Sequence[torch.Tensor | None]
+"""One per parameter of an operand, of its full shape; None stands for zeros."""
+
 
 def group_operands(parameters: Sequence[ShardedParameter]) -> list[Operand]:
     """Distributes parameters over operands, in order of each operand's first parameter.
@@ -129,12 +132,7 @@ class Operand(abc.ABC):
 
     @abc.abstractmethod
     def reduction_operand(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor | None = None,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Full gradients as the input of a reduce-scatter. Call under `torch.no_grad()`.
 
@@ -149,12 +147,7 @@ class Operand(abc.ABC):
         """
 
     def write_for_peers(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor
     ) -> torch.Tensor:
         """Full gradients as what the peers read in shared memory. Call under `torch.no_grad()`.
 
@@ -234,23 +227,13 @@ class Single(Operand):
         self._parameter.bind_full(buffer.narrow(0, 0, slot.numel).view(slot.shape))
 
     def reduction_operand(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor | None = None,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The gradient itself where dtype, strides and evenness allow and it may stay, else one copy."""
         return self._parameter.reduction_operand(gradients[0], dtype, counters, out=out)
 
     def write_for_peers(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor
     ) -> torch.Tensor:
         """Leaves this rank's own slot in the gradient where dtype, strides and evenness allow."""
         gradient = gradients[0]
@@ -347,12 +330,7 @@ class Pack(Operand):
             parameter.bind_full(buffer.narrow(0, start, slot.numel).view(slot.shape))
 
     def reduction_operand(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor | None = None,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The slots of all gradients side by side: one copy, where a gradient is missing or on an inner dim two."""
         size = self._info.shard_size

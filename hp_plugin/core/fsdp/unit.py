@@ -346,7 +346,7 @@ class Unit:
         taken: list[list[torch.Tensor | None]],
         outputs: list[torch.Tensor],
     ) -> Pending:
-        """Runs on the lane: copies gradients to where the peers read them; those go of which no own slot is left."""
+        """Runs on the lane: copies gradients to where the peers read them; what the sum reads itself stays."""
         numels = [operand.slot_numel * self.info.shard_size for operand in operands]
         entry, must_be_done = ring.place(self._index, numels, self.reduce_dtype)
         ring.wait_until_free(must_be_done, self._index)
