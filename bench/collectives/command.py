@@ -93,8 +93,8 @@ def fill(report: Report, ranks: int, plans: Sequence[Plan], by_rank: Sequence[Se
 def floor_bytes(operation: str, nbytes: int, ranks: int) -> float:
     """Bytes that each rank must copy at least, a copied byte being one that is read and one that is written.
 
-    An all-gather into memory that all can read writes the own shard. A reduce-scatter of private gradients copies them
-    to where the peers can read them, then reads a slice of each rank's and writes their sum.
+    An all-gather into memory that all can read writes the own shard. A reduce-scatter of private gradients copies what
+    the peers need of them to where they can read it, then reads a slice of each rank's and writes their sum.
 
     Args:
         operation: "all_gather" or "reduce_scatter".
@@ -103,7 +103,7 @@ def floor_bytes(operation: str, nbytes: int, ranks: int) -> float:
     """
     if operation == "all_gather":
         return nbytes / ranks
-    return nbytes + (nbytes + nbytes / ranks) / 2
+    return nbytes - nbytes / ranks + (nbytes + nbytes / ranks) / 2
 
 
 def _row(
@@ -162,8 +162,9 @@ _NOTES = (
         "bytes that a rank gets from others (size x (n-1)/n over the time), for both operations."
     ),
     (
-        "ours_shm publishes a private shard, and copies a private gradient to where its peers read it: both are in its "
-        f"times. {SUM} is the same reduce-scatter without that copy: gradients lie in shared memory already."
+        "ours_shm publishes a private shard, and copies what peers need of a private gradient to where they read it: "
+        f"both are in its times. {SUM} is the same reduce-scatter without that copy: gradients lie in shared memory "
+        "already."
     ),
     (
         "floor_ms is what copying as many bytes as must be moved takes, at the rate at which all ranks copy at once in "

@@ -130,16 +130,19 @@ class OursShm(Variant):
         fulls.release(self._root, keep=None)
 
     def reduce_scatter(self) -> None:
-        """Copies the gradient into the ring, and adds up there."""
+        """Copies what the peers need of the gradient into the ring, and adds up."""
         (operand,) = self._gradients.operands
         entry = self._place()
-        operand.reduction_operand([self.gradient], torch.float32, self._root.counters, out=entry.operands[0])
-        self._ring.reduce_scatter(entry, [self.reduced]).wait()
+        own = operand.write_for_peers([self.gradient], torch.float32, self._root.counters, out=entry.operands[0])
+        self._ring.reduce_scatter(entry, [self.reduced], own=[own]).wait()
 
     def fill_slots(self) -> None:
-        """Copies the gradient to wherever `sum_of_slots` will find one."""
+        """Copies the whole gradient to wherever `sum_of_slots` will find one."""
+        (operand,) = self._gradients.operands
         for _ in range(_MORE_THAN_SLOTS):
-            self.reduce_scatter()
+            entry = self._place()
+            operand.reduction_operand([self.gradient], torch.float32, self._root.counters, out=entry.operands[0])
+            self._ring.reduce_scatter(entry, [self.reduced]).wait()
 
     def sum_of_slots(self) -> None:
         """As `reduce_scatter`, of a gradient that lies in the ring."""

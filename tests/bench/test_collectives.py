@@ -88,9 +88,9 @@ def test_a_time_is_of_one_call_on_one_rank() -> None:
 
 def test_floors_count_what_must_be_read_and_written() -> None:
     assert floor_bytes("all_gather", 400, 4) == 100
-    # 400 copied; 4 slices of 100 read and one written are 500 bytes of traffic, as 250 copied ones are
-    assert floor_bytes("reduce_scatter", 400, 4) == 400 + 250
-    assert floor_bytes("reduce_scatter", 400, 2) == 400 + 300
+    # 300 copied, the own slice not; 4 slices of 100 read and one written are 500 bytes of traffic, as 250 copied ones
+    assert floor_bytes("reduce_scatter", 400, 4) == 300 + 250
+    assert floor_bytes("reduce_scatter", 400, 2) == 200 + 300
 
 
 def test_large_operands_are_called_less_often() -> None:

@@ -170,6 +170,49 @@ def test_an_even_parameter_of_its_own_is_gathered_and_reduced_without_a_copy() -
     assert counters.copied_bytes == 0
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_gradient_whose_own_slot_can_be_added_as_it_is_is_written_for_the_peers_alone(size: int) -> None:
+    rows = PACK_BYTES // 4 * size
+    fulls, by_rank = ranks_of(size, [((rows, 2), 0)])
+    gradient = fulls[0] + 1
+    slots = gradient.view(size, -1)
+    for rank, parameters in enumerate(by_rank):
+        (operand,) = group_operands(parameters)
+        counters, out = Counters(), torch.full((gradient.numel(),), -7.0)
+        own = operand.write_for_peers([gradient], torch.float32, counters, out=out)
+        assert own.data_ptr() == slots[rank].data_ptr()
+        assert own.shape == (operand.slot_numel,)
+        written = out.view(size, -1)
+        assert (written[rank] == -7.0).all(), "nobody reads it"
+        others = [other for other in range(size) if other != rank]
+        assert torch.equal(written[others], slots[others])
+        assert counters.copied_bytes == 4 * slots[others].numel()
+
+
+_EVEN, _UNEVEN = ((PACK_BYTES // 4, 6), 0), ((PACK_BYTES // 4 + 1, 6), 0)
+
+
+@pytest.mark.parametrize("kind", ["cast", "uneven", "inner dim", "strided", "missing", "pack"])
+def test_other_gradients_are_written_whole_with_the_own_slot_among_them(kind: str) -> None:
+    specs = {"uneven": [_UNEVEN], "inner dim": [(_EVEN[0], 1)], "pack": [((4, 2), 0), ((8,), 0)]}.get(kind, [_EVEN])
+    dtype = torch.float64 if kind == "cast" else torch.float32
+    fulls, by_rank = ranks_of(2, specs)
+    gradients: list[torch.Tensor | None] = [full + 1 for full in fulls]
+    if kind == "strided":
+        gradients = [(fulls[0] + 1).t().contiguous().t()]
+    elif kind == "missing":
+        gradients = [None]
+    for rank, parameters in enumerate(by_rank):
+        (operand,) = group_operands(parameters)
+        wanted = operand.reduction_operand(gradients, dtype, Counters()).view(2, -1)
+        out = torch.full((wanted.numel(),), -7.0, dtype=dtype)
+        with torch.no_grad():
+            own = operand.write_for_peers(gradients, dtype, Counters(), out=out)
+        assert torch.equal(out.view(2, -1), wanted)
+        assert own.data_ptr() == out.view(2, -1)[rank].data_ptr()
+        assert torch.equal(own, wanted[rank])
+
+
 def test_a_pack_counts_its_copies() -> None:
     fulls, by_rank = ranks_of(2, AWKWARD, compute=torch.bfloat16)
     (pack,) = group_operands(by_rank[1])

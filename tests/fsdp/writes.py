@@ -173,8 +173,17 @@ class UnitFormula:
         return sum(p.own for p in (*self.singles, *self.pack)) * self.dtypes.compute.itemsize
 
     def write_into_ring(self) -> int:
-        """Bytes copied to make the operands of a reduction in shared memory: singles whole, packs as elsewhere."""
-        alone = sum(p.numel for p in self.singles) * self.dtypes.sums.itemsize
+        """Bytes copied to make the operands of a reduction in shared memory.
+
+        Singles without the rank's own slot, which the sum reads where autograd left it, but whole where they are not
+        slots as they are; packs as elsewhere.
+        """
+        is_cast = self.dtypes.sums != self.dtypes.compute
+        moved = 0
+        for piece in self.singles:
+            are_slots = piece.is_even and not piece.is_inner and not is_cast
+            moved += piece.numel - piece.slot if are_slots else piece.numel
+        alone = moved * self.dtypes.sums.itemsize
         return alone + UnitFormula(self.pack, self.dtypes).reduce()["moves"] if self.pack else alone
 
     def reduce(self) -> Counter[str]:

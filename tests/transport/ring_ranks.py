@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,11 @@ def _expected(entry: int, index: int, rank: int, ranks: int, length: int, dtype:
     return total
 
 
-def sums(*, dtypes: Sequence[torch.dtype], entries: int) -> list[str]:
-    """Reduces entries of changing sizes in a ring that holds two or three of them; returns what is wrong."""
+def sums(*, dtypes: Sequence[torch.dtype], entries: int, keeps_own: bool) -> list[str]:
+    """Reduces entries of changing sizes in a ring that holds two or three of them; returns what is wrong.
+
+    With `keeps_own` a rank keeps its own slices to itself, and what lies in their place in the ring is no number.
+    """
     init_gloo()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong = []
@@ -49,11 +53,17 @@ def sums(*, dtypes: Sequence[torch.dtype], entries: int) -> list[str]:
             while waiting and waiting[0][0] < must_be_done:
                 waiting.pop(0)[2].wait()
             ring.wait_until_free(must_be_done, 0)
+            own = []
             for index, operand in enumerate(entry.operands):
                 operand.copy_(_operand(number, index, rank, operand.numel(), dtype))
+                place = operand.view(ranks, -1)[rank]
+                own.append(place.clone())
+                if keeps_own:
+                    place.fill_(float("nan"))
             wide = torch.float32 if dtype == torch.bfloat16 and number % 2 else dtype
             outputs = [torch.full((n,), float("nan"), dtype=wide) for n in lengths]
-            waiting.append((number, outputs, ring.reduce_scatter(entry, outputs)))
+            pending = ring.reduce_scatter(entry, outputs, own=own if keeps_own else None)
+            waiting.append((number, outputs, pending))
             for done, results, pending in list(waiting):
                 if number - done >= 1:
                     waiting.remove((done, results, pending))
@@ -65,6 +75,24 @@ def sums(*, dtypes: Sequence[torch.dtype], entries: int) -> list[str]:
                             wrong.append(f"{dtype}: entry {done}, operand {index}")
         dist.barrier()
     return wrong
+
+
+def own_slices_alive() -> list[int]:
+    """How many of two slices given as `own` exist before and after the sum."""
+    init_gloo()
+    ring = make_ring(4096)
+    entry, _ = ring.place(0, [4, 6], torch.float32)
+    for operand in entry.operands:
+        operand.fill_(1.0)
+    own = [torch.ones(2), torch.ones(3)]
+    alive = [weakref.ref(one) for one in own]
+    pending = ring.reduce_scatter(entry, [torch.empty(2), torch.empty(3)], own=own)
+    del own
+    counts = [sum(one() is not None for one in alive)]
+    pending.wait()
+    counts.append(sum(one() is not None for one in alive))
+    dist.barrier()
+    return counts
 
 
 def press_back() -> dict[str, Any]:

@@ -54,9 +54,14 @@ def test_an_entry_has_a_header_and_operands_at_cache_lines() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_formed_in_rank_order(ranks: int) -> None:
+@pytest.mark.parametrize("keeps_own", [False, True], ids=["own slices in the ring", "own slices elsewhere"])
+def test_sums_are_formed_in_rank_order(ranks: int, keeps_own: bool) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    assert run_ranks(ranks, ring_ranks.sums, dtypes=dtypes, entries=17) == [[]] * ranks
+    assert run_ranks(ranks, ring_ranks.sums, dtypes=dtypes, entries=17, keeps_own=keeps_own) == [[]] * ranks
+
+
+def test_a_slice_that_is_read_elsewhere_is_dropped_when_it_has_been_added() -> None:
+    assert run_ranks(2, ring_ranks.own_slices_alive) == [[2, 0]] * 2
 
 
 def test_a_full_ring_blocks_until_all_peers_are_done() -> None:

@@ -15,12 +15,16 @@ import torch
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.parameter import ShardedParameter, install_fulls, install_shards
 from hp_plugin.core.fsdp.slot import aligned_offsets
+from hp_plugin.core.kernels import scale_copy_
 
 PACK_BYTES = 64 * 1024
 """Parameters whose full tensor, padded and in the compute dtype, is smaller than this travel in packs."""
 
 _ALIGNMENT = 32
 """Elements. Full tensors of a pack start at multiples of 64 bytes in every floating dtype of two bytes or more."""
+
+Gradients = Sequence[torch.Tensor | None]
+"""One per parameter of an operand, of its full shape; None stands for zeros."""
 
 
 def group_operands(parameters: Sequence[ShardedParameter]) -> list[Operand]:
@@ -128,12 +132,7 @@ class Operand(abc.ABC):
 
     @abc.abstractmethod
     def reduction_operand(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor | None = None,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Full gradients as the input of a reduce-scatter. Call under `torch.no_grad()`.
 
@@ -146,6 +145,24 @@ class Operand(abc.ABC):
         Returns:
             Contiguous, 1-D, group size times `slot_numel` elements; `out` where it is given.
         """
+
+    def write_for_peers(
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Full gradients as what the peers read in shared memory. Call under `torch.no_grad()`.
+
+        Args:
+            gradients: As for `reduction_operand`.
+            dtype: Dtype of `out`.
+            counters: Where copies are counted.
+            out: Gets the slots of all other ranks, and this rank's own where no gradient holds it as it is to be added.
+
+        Returns:
+            This rank's own slot, contiguous, 1-D, `slot_numel` elements: in `out`, or in a gradient, which it keeps
+            alive.
+        """
+        self.reduction_operand(gradients, dtype, counters, out=out)
+        return out.narrow(0, self._info.shard_rank * self.slot_numel, self.slot_numel)
 
 
 class Single(Operand):
@@ -210,15 +227,26 @@ class Single(Operand):
         self._parameter.bind_full(buffer.narrow(0, 0, slot.numel).view(slot.shape))
 
     def reduction_operand(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor | None = None,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The gradient itself where dtype, strides and evenness allow and it may stay, else one copy."""
         return self._parameter.reduction_operand(gradients[0], dtype, counters, out=out)
+
+    def write_for_peers(
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Leaves this rank's own slot in the gradient where dtype, strides and evenness allow."""
+        gradient = gradients[0]
+        if gradient is None or not self._parameter.is_operand(gradient, dtype):
+            return super().write_for_peers(gradients, dtype, counters, out=out)
+        operand = gradient.detach().view(-1)
+        start = self._info.shard_rank * self.slot_numel
+        end = start + self.slot_numel
+        for low, high in ((0, start), (end, operand.numel())):
+            if low < high:
+                scale_copy_(out[low:high], operand[low:high], 1.0)
+        counters.copied_bytes += (operand.numel() - self.slot_numel) * dtype.itemsize
+        return operand[start:end]
 
 
 class Pack(Operand):
@@ -302,12 +330,7 @@ class Pack(Operand):
             parameter.bind_full(buffer.narrow(0, start, slot.numel).view(slot.shape))
 
     def reduction_operand(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        counters: Counters,
-        *,
-        out: torch.Tensor | None = None,
+        self, gradients: Gradients, dtype: torch.dtype, counters: Counters, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The slots of all gradients side by side: one copy, where a gradient is missing or on an inner dim two."""
         size = self._info.shard_size

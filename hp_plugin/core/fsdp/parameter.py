@@ -226,6 +226,11 @@ class ShardedParameter:
         """Whether autograd left a gradient on the full parameter."""
         return self.full is not None and self.full.grad is not None
 
+    def is_operand(self, gradient: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether `gradient` in memory is what `reduction_operand` would write in `dtype`: the slots of all ranks."""
+        slot = self.slot
+        return slot.is_row_major and slot.is_even and gradient.dtype == dtype and gradient.is_contiguous()
+
     def reduction_operand(
         self,
         gradient: torch.Tensor | None,
@@ -236,16 +241,15 @@ class ShardedParameter:
     ) -> torch.Tensor:
         """`gradient` of the full parameter as the input of its reduce-scatter: contiguous, 1-D, padded, in `dtype`.
 
-        It is the gradient itself where dtype, strides and evenness allow and `out` is None, else one copy, in `out`
-        where it is given. None stands for zeros.
+        It is the gradient itself where `is_operand` says so and `out` is None, else one copy, in `out` where it is
+        given. None stands for zeros.
         """
         slot = self.slot
         if gradient is None:
             if out is not None:
                 return out.zero_()
             return torch.zeros(slot.padded_numel, dtype=dtype, device=self.info.device)
-        is_plain = slot.is_row_major and slot.is_even and gradient.dtype == dtype and gradient.is_contiguous()
-        if out is None and is_plain:
+        if out is None and self.is_operand(gradient, dtype):
             return gradient.detach().view(-1)
         operand = torch.empty(slot.padded_numel, dtype=dtype, device=self.info.device) if out is None else out
         counters.copied_bytes += slot.numel * dtype.itemsize

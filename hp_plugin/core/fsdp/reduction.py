@@ -172,8 +172,7 @@ class ReductionPipeline:
 
         ticket = bucket.lane.submit(complete)
         bucket.tickets.append(ticket)
-        # What reads autograd's gradients: those of the unit before are gone before this one's are handed over.
-        self._intra = ticket if start is None else start
+        self._intra = ticket
 
     def _settle_intra(self) -> None:
         """Waits for the reduction inside the supernode of the unit before, which has had a backward's time.

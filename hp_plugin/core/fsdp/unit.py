@@ -355,13 +355,15 @@ class Unit:
         taken: list[list[torch.Tensor | None]],
         outputs: list[torch.Tensor],
     ) -> Pending:
-        """Runs on the lane: copies gradients to where the peers read them, and lets each go when it is there."""
+        """Runs on the lane: copies gradients to where the peers read them; what the sum reads itself stays."""
         numels = [operand.slot_numel * self.info.shard_size for operand in operands]
         entry, must_be_done = ring.place(self._index, numels, self.reduce_dtype)
         ring.wait_until_free(must_be_done, self._index)
-        for operand, place in zip(operands, entry.operands):
-            operand.reduction_operand(taken.pop(0), self.reduce_dtype, self._on_lane, out=place)
-        return ring.reduce_scatter(entry, outputs)
+        own = [
+            operand.write_for_peers(taken.pop(0), self.reduce_dtype, self._on_lane, out=place)
+            for operand, place in zip(operands, entry.operands)
+        ]
+        return ring.reduce_scatter(entry, outputs, own=own)
 
     def collect_counts(self) -> None:
         """Adds what the lane has counted since the last call to the root's counters."""

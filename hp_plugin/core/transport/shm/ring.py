@@ -75,7 +75,7 @@ class RingSlots:
         number: Of the entry.
         offset: First byte in the ring.
         unit: Index of the unit.
-        operands: Where its gradients are to be written, 1-D.
+        operands: Where its gradients are to be written, 1-D. Nobody but this rank reads its own slices.
         offsets: First byte of each operand, from the start of the ring.
         header: What the entry starts with, alike on all ranks: its number, the unit, and a digest of its operands.
     """
@@ -157,19 +157,23 @@ class GradientRing:
         self.room_waits += 1
         self.room_wait_seconds += time.perf_counter() - start
 
-    def reduce_scatter(self, entry: RingSlots, outputs: Sequence[torch.Tensor]) -> Pending:
+    def reduce_scatter(
+        self, entry: RingSlots, outputs: Sequence[torch.Tensor], *, own: Sequence[torch.Tensor] | None = None
+    ) -> Pending:
         """Lets the peers read an entry that has been written.
 
         Args:
             entry: The entry.
             outputs: Where this rank's slices of the sums go, 1-D, one per operand.
+            own: This rank's own slices, wherever they are, 1-D, one per operand; each is dropped when it has been
+                added. None: they are in the entry.
 
         Returns:
             What waits for the peers' entries and adds up, on whatever thread.
         """
         self._write_header(entry)
         self._signals.publish(self._ready, entry.number + 1)
-        return _PendingSum(self, entry, outputs)
+        return _PendingSum(self, entry, outputs, own)
 
     def _write_header(self, entry: RingSlots) -> None:
         header = self._header(self._segment.rank, entry)
@@ -179,8 +183,11 @@ class GradientRing:
     def _header(self, rank: int, entry: RingSlots) -> ctypes.Array[ctypes.c_uint64]:
         return _Header.from_address(self._segment.address + self._starts[rank] + entry.offset)
 
-    def add_up(self, entry: RingSlots, outputs: Sequence[torch.Tensor]) -> None:
-        """Waits for the peers' entries and leaves this rank's slices of their sums, in rank order, in `outputs`."""
+    def add_up(self, entry: RingSlots, outputs: Sequence[torch.Tensor], own: list[torch.Tensor]) -> None:
+        """Waits for the peers' entries and leaves this rank's slices of the sums, in rank order, in `outputs`.
+
+        `own` are its terms of them, and is emptied on the way; empty from the start: those of its entry.
+        """
         try:
             self._signals.wait(
                 self._ready,
@@ -189,15 +196,18 @@ class GradientRing:
             )
             self._check_headers(entry)
             for output, operand, offset in zip(outputs, entry.operands, entry.offsets):
-                self._sum(output, offset + self._segment.rank * output.numel() * operand.dtype.itemsize, operand.dtype)
+                at = offset + self._segment.rank * output.numel() * operand.dtype.itemsize
+                self._sum(output, at, operand.dtype, own.pop(0) if own else None)
             self._signals.publish(self._done, entry.number + 1)
         except BaseException as error:
             self._signals.failure = error  # whoever waits for `done` of this rank waits in vain
             raise
 
-    def _sum(self, output: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
-        numel = output.numel()
-        sum_in_order_(output, [self._segment.tensor(start + offset, numel, dtype) for start in self._starts])
+    def _sum(self, output: torch.Tensor, offset: int, dtype: torch.dtype, own: torch.Tensor | None) -> None:
+        terms = [self._segment.tensor(start + offset, output.numel(), dtype) for start in self._starts]
+        if own is not None:
+            terms[self._segment.rank] = own
+        sum_in_order_(output, terms)
 
     def _check_headers(self, entry: RingSlots) -> None:
         for rank in range(self._segment.size):
@@ -224,17 +234,24 @@ _SAME = "all ranks must run the same units in the same order"
 
 
 class _PendingSum(Pending):
-    __slots__ = ("_entry", "_outputs", "_ring")
+    __slots__ = ("_entry", "_outputs", "_own", "_ring")
 
-    def __init__(self, ring: GradientRing, entry: RingSlots, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        ring: GradientRing,
+        entry: RingSlots,
+        outputs: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] | None,
+    ) -> None:
         super().__init__((), ())
-        self._ring, self._entry, self._outputs = ring, entry, list(outputs)
+        self._ring, self._entry = ring, entry
+        self._outputs, self._own = list(outputs), list(own or ())
 
     def wait(self) -> None:
         """Adds up. Idempotent."""
         if self._outputs:
             outputs, self._outputs = self._outputs, []
-            self._ring.add_up(self._entry, outputs)
+            self._ring.add_up(self._entry, outputs, self._own)
 
 
 def _aligned(nbytes: int) -> int:
