@@ -31,7 +31,25 @@ def band(coefficients: tuple[Coefficients, ...], least: float) -> tuple[float, f
     return min(values), max(values)
 
 
-# The band that a set maps [least, 1] into. A wrong digit in any coefficient leaves it.
+# Sum of the coefficients of every step times its number, taken of the tables of Emerging-Optimizers fd77292
+# (emerging_optimizers/orthogonalized_optimizers/muon_utils.py) and dion 0a059a4 (dion/polar_express.py).
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("classic", 0.701),
+        ("quintic5", 10.7321),
+        ("polar_express5", 20.72426516742674),
+        ("polar_express8", 41.7525),
+        ("polar_express8_first5", 20.7501),
+        ("two_phase", 44.236),
+    ],
+)
+def test_the_numbers_are_those_of_the_source(name: str, total: float) -> None:
+    steps = coefficient_set(name).steps
+    assert math.fsum(number * sum(step) for number, step in enumerate(steps, 1)) == pytest.approx(total, abs=1e-10)
+
+
+# The band that a set maps [least, 1] into.
 @pytest.mark.parametrize(
     ("name", "least", "low", "high"),
     [

@@ -44,6 +44,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def matmul_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -214,6 +221,60 @@ def test_gram_in_float32_survives_a_matrix_of_nearly_rank_one() -> None:
     assert distance(found, orthogonalize_reference(matrix, coefficients)) <= 2e-3
 
 
+def spectra() -> Iterator[Tensor]:
+    """Matrices of 48 x 400 that the Gram form finds hard, and a Gaussian one."""
+    yield gaussian(48, 400)
+    yield decaying(48, 400)
+    yield decaying(48, 400, decades=6)
+    yield torch.outer(gaussian(48, seed=1), gaussian(400, seed=2)) + 1e-3 * gaussian(48, 400)
+    yield gaussian(48, 4) @ gaussian(4, 400, seed=1)
+    yield torch.zeros(48, 400)
+
+
+@pytest.mark.parametrize("name", ["classic", "quintic5", "polar_express5", "polar_express8_first5"])
+def test_the_factor_of_a_gram_matrix_orthogonalizes_the_matrix(name: str) -> None:
+    coefficients = resolve_coefficients(name)
+    run = NewtonSchulz(coefficients)
+    assert run.allows_gram_exchange
+    stack = torch.stack(list(spectra()))
+    found = run.gram_factor(stack @ stack.mT) @ stack
+    for index, matrix in enumerate(stack):
+        error = (found[index] - orthogonalize_reference(matrix, coefficients)).norm()
+        assert error <= 5e-3 * orthogonalize_reference(matrix, coefficients).norm()
+
+
+@pytest.mark.parametrize("name", ["polar_express8", "two_phase"])
+def test_long_sets_are_not_taken_in_one_look_at_the_gram_matrix(name: str) -> None:
+    coefficients = resolve_coefficients(name)
+    run = NewtonSchulz(coefficients)
+    assert not run.allows_gram_exchange
+    # Why: the rounding of the Gram matrix alone already ruins them.
+    worst = 0.0
+    for matrix in spectra():
+        found = run.gram_factor(matrix @ matrix.T) @ matrix
+        expected = orthogonalize_reference(matrix, coefficients)
+        worst = max(worst, 1.0 if not found.isfinite().all() else float((found - expected).norm() / 7))
+    assert worst > 2e-2
+
+
+@pytest.mark.usefixtures("matmul_precision")
+def test_the_gram_exchange_is_for_what_it_makes_more_accurate() -> None:
+    assert NewtonSchulz(CLASSIC).allows_gram_exchange
+    assert not NewtonSchulz(CLASSIC, exact=True).allows_gram_exchange
+    assert not NewtonSchulz(CLASSIC, kernel="batched").allows_gram_exchange
+    torch.set_float32_matmul_precision("medium")
+    assert not NewtonSchulz(CLASSIC).allows_gram_exchange
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_flops_of_a_gram_factor_are_those_of_the_products_that_run(steps: int) -> None:
+    run = NewtonSchulz(resolve_coefficients("classic", steps))
+    gram = torch.eye(24).expand(2, 24, 24)
+    with FlopCounterMode(display=False) as counter:
+        run.gram_factor(gram)
+    assert counter.get_total_flops() == 2 * run.gram_flops(24, 100) == 2 * run.gram_flops(100, 24)
+
+
 # -------------------------------------------------------------------------------------------------------- edge cases
 
 
@@ -281,13 +342,6 @@ def test_the_result_can_be_taken_from_parameters_that_need_gradients() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- choice of kernel
-
-
-@pytest.fixture
-def matmul_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(
