@@ -17,11 +17,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hp_plugin.core.layout import Layout
 from hp_plugin.core.muon import plan as plan_module
+from hp_plugin.core.muon.agreement import check_agreement
 from hp_plugin.core.muon.blocks import Split
 from hp_plugin.core.muon.coefficients import resolve_coefficients
 from hp_plugin.core.muon.distribution import Distribution
 from hp_plugin.core.muon.newton_schulz import NewtonSchulz
-from hp_plugin.core.muon.plan import Exchange, ExchangePlan, MatrixParameter, check_agreement, make_plan
+from hp_plugin.core.muon.plan import Exchange, ExchangePlan, MatrixParameter, make_plan
 from hp_plugin.core.muon.splits import RowSplit, Stack, blocks_of
 from hp_plugin.errors import ConfigurationError
 from tests.muon.layouts import Case, bounded, cases, flat, grid

@@ -8,6 +8,8 @@ from hp_plugin.core.muon.distribution import Distribution
 from hp_plugin.core.muon.optimizer import HyperMuon
 from hp_plugin.core.muon.options import MuonOptions
 from hp_plugin.core.muon.plan import ExchangePlan
+from hp_plugin.core.muon.qk_clip import QKClip
+from hp_plugin.core.muon.routing import Routing, route
 
 __all__ = [
     "Block",
@@ -17,5 +19,8 @@ __all__ = [
     "MatrixView",
     "MuonCounters",
     "MuonOptions",
+    "QKClip",
+    "Routing",
     "Split",
+    "route",
 ]

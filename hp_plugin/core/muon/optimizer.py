@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from hp_plugin.core.layout import local_tensor
+from hp_plugin.core.muon.agreement import compare_parameters, loads_among
 from hp_plugin.core.muon.blocks import MatrixView, Split
 from hp_plugin.core.muon.communicator import Communicators, GroupCommunicators, share_from
 from hp_plugin.core.muon.counters import MuonCounters
@@ -26,9 +29,9 @@ from hp_plugin.core.muon.plan import (
     ExchangePlan,
     MatrixParameter,
     PlannedBlock,
-    check_agreement,
     make_plan,
 )
+from hp_plugin.core.muon.routing import Routing, route
 from hp_plugin.core.muon.scale import scale_factor
 from hp_plugin.core.muon.splits import blocks_of
 from hp_plugin.core.muon.state import OwnerPlaced, check_matrix, load_into, owner_placed
@@ -52,8 +55,8 @@ class HyperMuon(Optimizer):
     parameter, `momentum_dtype`); `step`, `exp_avg` and `exp_avg_sq` for AdamW.
 
     Args:
-        params: A model, whose parameters are then routed by `route`; or parameter groups, each with "algorithm" "muon"
-            or "adamw"; or parameters, all of them matrices. Names, where given, are used in messages.
+        params: A model, or what `route` made of one: who trains which parameter, printed once on rank 0 and kept as
+            `routing`; or parameter groups, each with "algorithm" "muon" or "adamw"; or parameters, all of them matrices.
         lr: Learning rate of Muon, before the scale.
         momentum: Decay of the momentum.
         nesterov: Whether the gradient counts once more.
@@ -77,7 +80,7 @@ class HyperMuon(Optimizer):
 
     def __init__(
         self,
-        params: nn.Module | ParamsT,
+        params: nn.Module | Routing | ParamsT,
         lr: float = 0.02,
         *,
         momentum: float = 0.95,
@@ -117,6 +120,7 @@ class HyperMuon(Optimizer):
             ),
         }
         self._rank = self._communicators.rank
+        self.routing: Routing | None = None
         self.counters = MuonCounters(topology)
         self._exchanger: Exchanger | None = None
         self._is_planned = False
@@ -129,14 +133,16 @@ class HyperMuon(Optimizer):
                 "no parameter goes to Muon: every group has the algorithm adamw. Give it matrices, or use HyperAdamW"
             )
 
-    def _groups_of(self, params: nn.Module | ParamsT) -> ParamsT:
-        if not isinstance(params, nn.Module):
+    def _groups_of(self, params: nn.Module | Routing | ParamsT) -> ParamsT:
+        if isinstance(params, nn.Module):
+            params = route(params)
+        if not isinstance(params, Routing):
             return params
-        from hp_plugin.core.muon.routing import route  # a model is needed for it alone
-
-        routing = route(params)
-        self._splits = {**{p: split for p, split in routing.splits.items() if split is not None}, **self._splits}
-        return routing.param_groups()
+        self.routing = params
+        self._splits = {**params.splits, **self._splits}
+        if self._rank == 0:
+            sys.stderr.write(f"{params.table()}\n")
+        return params.param_groups()
 
     # ---- parameters and state ---------------------------------------------------------------------------------------
 
@@ -351,8 +357,9 @@ class HyperMuon(Optimizer):
                 for index, parameter in enumerate(group["params"]):
                     self._matrices.append((parameter, group))
                     parameters.append(self._matrix_parameter(self._name(group, index), parameter, group))
-        self._check_domains(parameters)
-        plan = make_plan(parameters, self._rank, loads_of=self._loads_of, wave_bytes=self._wave_bytes)
+        compare_parameters(parameters, self._communicators)
+        loads_of = functools.partial(loads_among, communicators=self._communicators)
+        plan = make_plan(parameters, self._rank, loads_of=loads_of, wave_bytes=self._wave_bytes)
         return Exchanger(plan, self._communicators, local_tensor(self._matrices[0][0]).device)
 
     def _matrix_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> MatrixParameter:
@@ -374,21 +381,6 @@ class HyperMuon(Optimizer):
             group["exchange"],
             in_one_replica=group["momentum_placement"] == "owner",
         )
-
-    def _check_domains(self, parameters: Sequence[MatrixParameter]) -> None:
-        """Has the ranks of every domain compare their parameters, once."""
-        domains: dict[tuple[int, ...], list[MatrixParameter]] = {}
-        for parameter in parameters:
-            ranks = tuple(sorted(r for replica in parameter.shards(self._rank) for r in replica))
-            domains.setdefault(ranks, []).append(parameter)
-        for ranks in sorted(domains, key=lambda each: (len(each), each)):  # the same order on all ranks
-            if len(ranks) > 1:
-                members = domains[ranks]
-                digests = {parameter.name: parameter.digest for parameter in members}
-                check_agreement(members, self._communicators.over(ranks).all_gather_object(digests), ranks)
-
-    def _loads_of(self, ranks: tuple[int, ...], load: int) -> dict[int, int]:
-        return dict(zip(ranks, self._communicators.over(ranks).all_gather_object(load), strict=True))
 
 
 def _layers(local: Tensor, view: MatrixView) -> Tensor:

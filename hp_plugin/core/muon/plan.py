@@ -334,33 +334,3 @@ def _waves(
     ]
     # What travels comes first: matrices that stay are orthogonalized while the last of them is on its way back.
     return sorted(made, key=lambda wave: (not wave.goes_out, not wave.comes_back))
-
-
-def check_agreement(
-    parameters: Sequence[MatrixParameter], told: Sequence[Mapping[str, int]], ranks: Sequence[int]
-) -> None:
-    """Checks that the ranks of a domain have planned with the same parameters.
-
-    Args:
-        parameters: Those of the domain on this rank.
-        told: Of each rank, the digest of each parameter by name.
-        ranks: Global ranks, in the same order.
-
-    Raises:
-        ConfigurationError: Naming the first parameter that differs, and a rank where it does.
-    """
-    mine = {parameter.name: parameter.digest for parameter in parameters}
-    for rank, theirs in zip(ranks, told, strict=True):
-        if list(theirs) == list(mine) and theirs == mine:
-            continue
-        for name in [*mine, *theirs]:
-            if mine.get(name) != theirs.get(name):
-                have = "has other blocks, layout or options" if name in mine and name in theirs else "is on one of them"
-                raise ConfigurationError(
-                    f"Muon's exchange differs between ranks: parameter {name} {have} on this rank and on rank {rank}. "
-                    "All ranks of its mesh must give the optimizer the same parameters with the same options"
-                )
-        raise ConfigurationError(
-            f"Muon's exchange differs between ranks: rank {rank} has the same parameters in another order, "
-            f"{list(theirs)[:4]}... and not {list(mine)[:4]}..."
-        )
