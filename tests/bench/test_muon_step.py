@@ -81,7 +81,8 @@ def test_megatron_trains_alike(layout: bool) -> None:
     facts = result["facts"]["megatron"]
     assert facts["reduces_to_owners"] is layout and facts["overlap_param_gather"] is layout
     assert facts["overlap_grad_reduce"] is True
-    assert facts["own_matrices"] == 2, "of 8 on 4 ranks"
+    if layout:
+        assert facts["own_matrices"] == 2, "of 8 on 4 ranks"
 
 
 @needs_deepspeed

@@ -46,6 +46,7 @@ class DeepSpeedMuon(MuonVariant):
         # An all-reduce for inference on one node, which would be compiled here and never called.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.model = context.model()
+        wanted = {name: is_matrix(name, parameter) for name, parameter in self.model.named_parameters()}
         self.options = options
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=_HeadByName(self.model),
@@ -54,7 +55,7 @@ class DeepSpeedMuon(MuonVariant):
             dist_init_required=False,
         )
         for name, parameter in self.model.named_parameters():
-            assert parameter.use_muon is is_matrix(name, parameter), f"DeepSpeed gives {name} another optimizer"
+            assert getattr(parameter, "use_muon", None) is wanted[name], f"DeepSpeed gives {name} another optimizer"
         for group in self.optimizer.param_groups:
             if not group["use_muon"]:
                 group.update(fused=True, foreach=False)  # what torch chooses by itself is slower on CPU
