@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,19 +84,21 @@ class LegInFlight:
             counts = (self._counts, [_count(items) for items in sends])
             self._pending = communicator.all_to_all(self._output, source, counts)
 
-    def finish(self, use: Callable[[Item, Tensor, Tensor], None]) -> None:
-        """Waits, and hands every item received to `use(item, values [rows, cols], flag 0-dim)`."""
+    def finish(self, use: Callable[[Item, Tensor, bool], None]) -> None:
+        """Waits, and hands every item received to `use(item, values [rows, cols], flag)`."""
         self._pending.wait()
-        start = 0
-        for position, items in enumerate(self._leg.receives):
-            if self._leg.gathers:
-                start = position * self._stride
-            flag = start + self._counts[position] - len(items)
+        starts = [position * self._stride for position in range(len(self._counts))]
+        if not self._leg.gathers:
+            starts = [end - count for end, count in zip(itertools.accumulate(self._counts), self._counts)]
+        segments = list(zip(starts, self._counts, self._leg.receives, strict=True))
+        # All flags at once: on a device each look at a value waits for everything before it.
+        flags = [self._output.narrow(0, start + count - len(items), len(items)) for start, count, items in segments]
+        has_gradient = iter(torch.cat(flags).tolist())
+        for start, _, items in segments:
             for item in items:
                 values = self._output.narrow(0, start, item.piece.numel).view(item.piece.shape)
-                use(item, values, self._output[flag])
-                start, flag = start + item.piece.numel, flag + 1
-            start += len(items)
+                use(item, values, bool(next(has_gradient)))
+                start += item.piece.numel
 
 
 def _pack(target: Tensor, start: int, items: Sequence[Item], values_of: Callable[[Item], tuple[Tensor, bool]]) -> int:

@@ -56,7 +56,8 @@ class HyperMuon(Optimizer):
 
     Args:
         params: A model, or what `route` made of one: who trains which parameter, printed once on rank 0 and kept as
-            `routing`; or parameter groups, each with "algorithm" "muon" or "adamw"; or parameters, all of them matrices.
+            `routing`; or parameter groups, each with "algorithm" "muon" or "adamw"; or parameters, all of them
+            matrices.
         lr: Learning rate of Muon, before the scale.
         momentum: Decay of the momentum.
         nesterov: Whether the gradient counts once more.

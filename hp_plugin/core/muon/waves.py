@@ -57,7 +57,7 @@ class WaveRunner:
             shape = self._shape_of(wave.blocks[index])
             members = [i for i in self.owned if self._shape_of(wave.blocks[i]) == shape]
             self._place[index] = (shape, members.index(index))
-        self._has_gradient: dict[int, bool | Tensor] = {}
+        self._has_gradient: dict[int, bool] = {}
         self._leg: LegInFlight | None = None
 
     # What a subclass may do otherwise: what lies in messages, and what the owner makes of it.
@@ -169,7 +169,7 @@ class WaveRunner:
             leg.finish(self._receive_piece)
         for shape in list(self._matrices):
             members = [index for index in self.owned if self._place[index][0] == shape]
-            live = [i for i, index in enumerate(members) if bool(self._has_gradient[index])]
+            live = [i for i, index in enumerate(members) if self._has_gradient[index]]
             stack = self._matrices[shape]
             if len(live) == len(members):
                 self._matrices[shape] = self._solve(stack)
@@ -181,24 +181,24 @@ class WaveRunner:
         if self.back is not None:
             self._leg = LegInFlight(self.back, self.wave.newton_schulz.dtype, self.device, self._updated_values)
 
-    def _receive_piece(self, item: Item, values: Tensor, flag: Tensor) -> None:
+    def _receive_piece(self, item: Item, values: Tensor, flag: bool) -> None:
         block = self.wave.blocks[item.block]
         if block.owner != self.rank:
             return
         self._collect(item.block, item.piece, values)
-        self._has_gradient[item.block] = bool(self._has_gradient[item.block]) or bool(flag)
+        self._has_gradient[item.block] = self._has_gradient[item.block] or flag
 
     def _updated_values(self, item: Item) -> tuple[Tensor, bool]:
         piece = item.piece
         values = read_runs(self._matrix(item.block), piece.rows, piece.cols, local=False)
-        return values, bool(self._has_gradient[item.block])
+        return values, self._has_gradient[item.block]
 
     def finish(self, apply: Apply) -> None:
         """Applies the updates of this rank's pieces of all matrices."""
         blocks = self.wave.blocks
         for index in self.owned:
             piece = blocks[index].pieces[self.shard]
-            if piece is not None and bool(self._has_gradient[index]):
+            if piece is not None and self._has_gradient[index]:
                 sent = self._message_piece(blocks[index], piece)
                 values = read_runs(self._matrix(index), sent.rows, sent.cols, local=False)
                 apply(blocks[index], piece, self._update(index, piece, values))
@@ -207,10 +207,10 @@ class WaveRunner:
             leg.finish(lambda item, values, flag: self._receive_update(item, values, flag, apply))
         self._matrices, self._has_gradient = {}, {}
 
-    def _receive_update(self, item: Item, values: Tensor, flag: Tensor, apply: Apply) -> None:
+    def _receive_update(self, item: Item, values: Tensor, flag: bool, apply: Apply) -> None:
         block = self.wave.blocks[item.block]
         piece = block.pieces[self.shard]
-        if block.owner == self.rank or piece is None or not bool(flag):
+        if block.owner == self.rank or piece is None or not flag:
             return
         if self.wave.mode == "gather":  # the whole block came
             values = read_runs(values, piece.rows, piece.cols, local=False)
