@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_plugin.core.muon.coefficients import (
@@ -101,6 +101,7 @@ def test_a_number_of_steps_that_a_set_has_not_is_refused(name: str, steps: int, 
         resolve_coefficients(name, steps)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(SETS)), st.integers(1, 99))
 def test_a_set_gives_the_asked_number_of_its_own_steps_or_nothing(name: str, steps: int) -> None:
     chosen = SETS[name]
@@ -114,6 +115,7 @@ def test_a_set_gives_the_asked_number_of_its_own_steps_or_nothing(name: str, ste
     assert set(taken[len(chosen.steps) :]) <= {chosen.steps[-1]}
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 1.0))
 def test_the_safety_factor_is_a_division_of_the_matrix(x: float) -> None:
     chosen = coefficient_set("polar_express5")

@@ -368,6 +368,7 @@ def test_auto_takes_the_kernel_of_the_table(
     assert NewtonSchulz(CLASSIC, dtype=dtype).kernel_for(m, n, batch, device) == kernel
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 5000),
     st.integers(1, 5000),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_plugin.core.muon.scale import ALIASES, FORMULAS, scale_factor, scale_formula
@@ -31,6 +31,7 @@ def test_formulas_on_a_tall_and_a_wide_matrix(mode: str, tall: float, wide: floa
     assert scale_factor(mode, 64, 16, extra=0.5) == pytest.approx(tall / 2)
 
 
+@settings(deadline=None)
 @given(DIMS, DIMS)
 def test_each_formula_keeps_its_invariant_of_an_orthogonalized_matrix(m: int, n: int) -> None:
     rms = math.sqrt(min(m, n) / (m * n))  # of the entries, all singular values being 1
