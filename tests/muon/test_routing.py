@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_plugin.core.muon.fused import gate_up, qkv
+from hp_plugin.core.muon.optimizer import HyperMuon
 from hp_plugin.core.muon.routing import Routing, route
-from hp_plugin.core.muon.splits import Convolution, GroupedRows, RowSplit, Stack, Whole
+from hp_plugin.core.muon.splits import Convolution, GroupedRows, RowSplit, Stack, Transposed, Whole
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 
@@ -308,3 +309,26 @@ def test_a_sharded_model_is_routed_as_the_whole_one() -> None:
         assert route(model).rows == expected
     finally:
         dist.destroy_process_group()
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face stores the linear layers of GPT-2: (in, out)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+
+def test_linear_layers_of_gpt2_are_scaled_as_what_they_are() -> None:
+    routing = route(nn.Sequential(Conv1D(12, 4), nn.Linear(4, 12)))
+    splits = {row.name: row.split for row in routing.rows if row.algorithm == "muon"}
+    assert splits == {"0.weight": Transposed(), "1.weight": None}
+    # One step with a gradient of ones moves both weights by as much, one being the other transposed.
+    model = nn.Sequential(Conv1D(12, 4), nn.Linear(4, 12, bias=False))
+    optimizer = HyperMuon(route(model), lr=1.0, weight_decay=0.0, ns_dtype=torch.float32)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    model[0].weight.grad, model[1].weight.grad = torch.ones(4, 12), torch.ones(12, 4)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.T, model[1].weight)

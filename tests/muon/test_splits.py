@@ -20,6 +20,7 @@ from hp_plugin.core.muon.splits import (
     PerHead,
     RowSplit,
     Stack,
+    Transposed,
     Whole,
     blocks_of,
     nested,
@@ -234,3 +235,14 @@ def test_descriptors_that_cannot_be_right_are_refused(make: object) -> None:
 def test_a_stack_applies_to_stacks_only() -> None:
     with pytest.raises(ConfigurationError, match="read as a matrix"):
         Stack()(MatrixView("matrix", 1, 2, 2))
+
+
+def test_a_transposed_weight_is_scaled_by_outputs_over_inputs() -> None:
+    (block,) = Transposed()(MatrixView.of((4, 12)))
+    assert block.shape == (4, 12)
+    assert block.outputs_and_inputs == (12, 4)
+    parts = Transposed(ColumnSplit(("q", "k", "v")))(MatrixView.of((4, 12)))
+    assert [part.outputs_and_inputs for part in parts] == [(4, 4)] * 3
+    stacked = Stack(Transposed(ColumnSplit(("gate", "up"))))(MatrixView.of((2, 4, 12), "stack"))
+    assert [part.outputs_and_inputs for part in stacked] == [(6, 4)] * 4
+    assert Whole()(MatrixView.of((4, 12)))[0].outputs_and_inputs == (4, 12)

@@ -75,17 +75,25 @@ class Block:
         layer: Index of the matrix of the view that it is cut out of.
         rows: Row indices, in the order of the block's rows. Ascending, disjoint, none empty.
         cols: Column indices, likewise.
+        is_transposed: Whether rows are the layer's inputs and columns its outputs.
     """
 
     name: str
     layer: int
     rows: tuple[Segment, ...]
     cols: tuple[Segment, ...]
+    is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n): rows and columns of the logical matrix, that of the scale factors."""
+        """(m, n): rows and columns of the logical matrix."""
         return sum(s.length for s in self.rows), sum(s.length for s in self.cols)
+
+    @property
+    def outputs_and_inputs(self) -> tuple[int, int]:
+        """What scale factors are of."""
+        m, n = self.shape
+        return (n, m) if self.is_transposed else (m, n)
 
 
 Split = Callable[[MatrixView], Sequence[Block]]

@@ -298,7 +298,7 @@ class HyperMuon(Optimizer):
             self._decayed.add(block.parameter)
             if "momentum_buffer" in self.state[parameter]:
                 local_tensor(self.state[parameter]["momentum_buffer"]).mul_(group["momentum"])
-        scale = scale_factor(group["scale"], *block.block.shape, extra=group["extra_scale"])
+        scale = scale_factor(group["scale"], *block.block.outputs_and_inputs, extra=group["extra_scale"])
         layer = _layers(local_tensor(parameter), self.plan.parameters[block.parameter].view)[piece.layer]
         target = read_runs(layer, piece.rows, piece.cols, local=True)
         if group["weight_decay"]:

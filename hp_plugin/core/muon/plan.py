@@ -237,8 +237,8 @@ def _unowned_blocks(
         if mode == "gram" and len(planned.holders) > 1 and not _fits_gram(planned, parameter):
             raise ConfigurationError(
                 f'exchange="gram" does not fit parameter {parameter.name}: it needs shards along the longer dim of a '
-                "matrix alone, neither exact=True nor momentum on one replica, and float32 products that are float32; "
-                'use "auto"'
+                "matrix alone, at most 5 steps, neither exact=True nor momentum on one replica, and float32 products "
+                'that are float32; use "auto"'
             )
         if mode == "auto":
             mode = "a2a" if len(shards[0]) <= MAX_A2A_PEERS else "gather"

@@ -26,7 +26,7 @@ from hp_plugin.core.muon.roles import (
     holds_experts,
     members,
 )
-from hp_plugin.core.muon.splits import Convolution, Stack, blocks_of
+from hp_plugin.core.muon.splits import Convolution, Stack, Transposed, blocks_of
 from hp_plugin.errors import ConfigurationError, HyperParallelError
 
 Algorithm = Literal["muon", "adamw"]
@@ -86,7 +86,7 @@ class Routing:
     @property
     def maybe_fused(self) -> tuple[str, ...]:
         """Muon parameters that are called like fused weights, but that no split cuts."""
-        rows = (row for row in self.rows if row.algorithm == "muon" and row.split in (None, Stack()))
+        rows = (row for row in self.rows if row.algorithm == "muon" and row.split in (None, Stack(), Transposed()))
         return tuple(row.name for row in rows if _FUSED.search(row.name))
 
     def param_groups(
@@ -245,6 +245,8 @@ def _row(member: Member, reason: str | None, forced: _Forced | None, split: Spli
 def _default_split(member: Member, groups: int | None) -> Split | None:
     if groups is not None:
         return Convolution(groups)
+    if len(member.shape) == 2 and any(type(place.module).__name__ == "Conv1D" for place in member.places):
+        return Transposed()  # Hugging Face's linear layer of GPT-2
     if len(member.shape) == 3 and any(holds_experts(place) for place in member.places):
         return Stack()
     if len(member.shape) == 2 and any(fuses_experts(place) for place in member.places):

@@ -5,11 +5,12 @@ of a parameter it gives that parameter's blocks. Its `kind` says how a tensor of
 alone cannot tell; None leaves it to the shape.
 
 Weights are read as torch stores them: rows are outputs, columns inputs. Where a checkpoint stores (inputs, outputs), as
-GPT-2's `Conv1D` does, cut columns (`ColumnSplit`, `dim=1`).
+GPT-2's `Conv1D` does, cut columns (`ColumnSplit`, `dim=1`) and say so (`Transposed`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -245,6 +246,29 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """A weight stored as (inputs, outputs): cut by `inner`, scaled by outputs over inputs.
+
+    Attributes:
+        inner: How it is cut.
+    """
+
+    inner: Split = Whole()
+
+    @property
+    def kind(self) -> ViewKind | None:
+        """That of the inner split."""
+        return getattr(self.inner, "kind", None)
+
+    def __call__(self, view: MatrixView) -> tuple[Block, ...]:
+        """The blocks of `view`; ConfigurationError if it does not fit."""
+        return tuple(dataclasses.replace(block, is_transposed=True) for block in self.inner(view))
+
+    def __str__(self) -> str:
+        return f"(in, out), {self.inner}"
+
+
+@dataclass(frozen=True)
 class Nested:
     """Cuts blocks of `outer` further: the block "q" of a fused weight per head, say. Made by `nested`.
 
@@ -318,6 +342,7 @@ def _refined(block: Block, split: Split) -> list[Block]:
             block.layer,
             _selected(block.rows, part.rows),
             _selected(block.cols, part.cols),
+            block.is_transposed or part.is_transposed,
         )
         for part in split(MatrixView("matrix", 1, rows, cols))
     ]
