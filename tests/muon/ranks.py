@@ -386,3 +386,101 @@ def _refused(call: Callable[[], Any], word: str) -> None:
             raise
     else:
         raise AssertionError(f"nothing was refused, but {word!r} should have been")
+
+
+# ---- trajectories ----------------------------------------------------------------------------------------------------
+
+TRAJECTORY: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW_OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+BATCHES = 4  # that come again and again, so that the loss falls
+
+
+def train_trajectory(*, replicate: int, shard: int, steps: int, options: dict[str, Any]) -> list[float]:
+    """The losses of a transformer under our fully_shard and HyperMuon, each step on the mean over all ranks."""
+    from hp_plugin import fully_shard
+
+    init_gloo()
+    mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model: Any = make_model("transformer")
+    for block in model.units():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adamw = {f"adam_{name}": value for name, value in ADAMW_OPTIONS.items()}
+    optimizer = HyperMuon(model, **TRAJECTORY, **adamw, **options)
+    losses = []
+    for step in range(steps):
+        inputs, targets = micro_batch(
+            "transformer", step=step % BATCHES, index=0, count=1, share=dist.get_rank(), shares=mesh.size()
+        )
+        loss = loss_of("transformer", model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / mesh.size())
+    return losses
+
+
+def reference_trajectory(*, steps: int, nesterov: bool = True) -> list[float]:
+    """The same in one process with the reference and torch.optim.AdamW."""
+    model = make_model("transformer")
+    blocks = [param for name, param in model.named_parameters() if param.ndim == 2 and name.startswith("blocks.")]
+    others = [param for param in model.parameters() if all(param is not each for each in blocks)]
+    muon = ReferenceMuon([param.detach() for param in blocks], nesterov=nesterov, **TRAJECTORY)
+    adamw = torch.optim.AdamW(others, **ADAMW_OPTIONS)
+    losses = []
+    for step in range(steps):
+        inputs, targets = micro_batch("transformer", step=step % BATCHES, index=0, count=1)
+        loss = loss_of("transformer", model(inputs), targets)
+        loss.backward()
+        muon.step([param.grad for param in blocks])
+        adamw.step()
+        model.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+# ---- faults of others ------------------------------------------------------------------------------------------------
+
+
+def norm_of_experts_and_dense() -> tuple[float, float]:
+    """The norm over experts on an expert-parallel x tensor-parallel mesh and a dense matrix, and the right one."""
+    from hp_plugin import clip_grad_norm_
+
+    init_gloo()
+    experts_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
+    dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+    shapes = [(4, 6, 6), (8, 6)]
+    places: list[tuple[DeviceMesh, list[Placement]]] = [
+        (experts_mesh, [Shard(0), Shard(1)]),
+        (dense_mesh, [Replicate(), Shard(0)]),
+    ]
+    params = []
+    for value, place in zip(values(shapes, 1), places, strict=True):
+        param = nn.Parameter(placed(value, *place))
+        param.grad = placed(value, *place)
+        params.append(param)
+    expected = sum(float((value.double() ** 2).sum()) for value in values(shapes, 1)) ** 0.5
+    return float(clip_grad_norm_(params, 1e9)), expected
+
+
+def small_update_of_mixed_precision() -> list[float]:
+    """A step far below the resolution of bfloat16, on weights that are computed with in bfloat16."""
+    from hp_plugin import MixedPrecisionPolicy, fully_shard
+
+    init_gloo()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    layer = nn.Linear(8, 8, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, master_dtype=torch.float32)
+    fully_shard(layer, mesh=mesh, mp_policy=policy)
+    optimizer = HyperMuon(layer.parameters(), lr=1e-5, weight_decay=0.0)
+    moved = []
+    for _ in range(2):
+        layer(torch.eye(8)).float().square().mean().backward()
+        before = local_tensor(layer.weight).detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(float((local_tensor(layer.weight).detach() - before).abs().max()))
+    return moved

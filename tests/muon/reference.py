@@ -93,9 +93,8 @@ def indices_of(block: Block) -> tuple[int, Tensor, Tensor]:
 
 def values(shapes: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
     """Random tensors; each depends on its place and the seed alone."""
-    return [
-        torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1000 * seed + i)) for i, shape in enumerate(shapes)
-    ]
+    generators = (torch.Generator().manual_seed(1000 * seed + index) for index in range(len(shapes)))
+    return [torch.randn(tuple(shape), generator=each) for shape, each in zip(shapes, generators, strict=True)]
 
 
 def reference_run(
