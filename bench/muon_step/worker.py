@@ -27,6 +27,7 @@ from bench.muon_step.variant import MarkedPace, MuonContext, MuonVariant
 
 _BATCHES = 16
 _WAITS_PER_LAYER = 3  # a forward and a backward of twice its time
+_LONGEST_WAIT_S = 600.0  # for a peer that compiles in its first step
 
 
 def run_job(job: Job) -> Result:
@@ -211,7 +212,7 @@ def main(text: str) -> None:
 
     job = Job.model_validate_json(text)
     prepare(job)
-    with worker.gloo():
+    with worker.gloo(timeout_s=_LONGEST_WAIT_S):
         result = run_job(job)
         if dist.get_rank() == 0:
             worker.publish(result.model_dump(mode="json"))

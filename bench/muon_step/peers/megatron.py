@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -125,6 +126,7 @@ class MegatronMuon(MuonVariant):
             "overlap_grad_reduce": config.overlap_grad_reduce,
             "overlap_param_gather": config.overlap_param_gather,
             "reduces_to_owners": config.use_distributed_optimizer,
+            "emerging_optimizers": importlib.metadata.version("emerging-optimizers"),
             "own_matrices": sum(len(g["params"]) for g in self.optimizer.param_groups if "momentum" in g),
         }
 
