@@ -82,6 +82,8 @@ class _Worker:
                 self.result.unavailable[entry.name] = str(error)
                 continue
             self.residents[entry.name] = _Resident(built)
+        if self.job.variants[0].name not in self.residents:
+            return self.result  # there is nothing to compare with
         self._check()
         for name in self.residents:
             for _ in range(self.job.warm_up):

@@ -104,6 +104,8 @@ def test_a_missing_peer_is_a_sentence_and_not_a_failure() -> None:
     result = run_ranks(4, programs.run, timeout=120.0, env=programs.ENV, names=[OURS, "deepspeed"])[0]
     assert "DeepSpeed is not installed" in result["unavailable"]["deepspeed"]
     assert set(result["rounds"][0]["times"]) == {OURS}
+    alone = run_ranks(4, programs.run, timeout=120.0, env=programs.ENV, names=["deepspeed"])[0]
+    assert alone["unavailable"] == result["unavailable"] and alone["rounds"] == []
 
 
 def test_a_run_on_the_testbed_counts_the_link() -> None:
