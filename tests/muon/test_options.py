@@ -43,6 +43,8 @@ def matrices() -> list[nn.Parameter]:
         ({"kernel": "cholesky"}, "cholesky"),
         ({"momentum_kind": "adam"}, "momentum_kind is 'adam'; choose one of 'ema', 'heavy_ball'"),
         ({"momentum_placement": "everywhere"}, "momentum_placement is 'everywhere'; choose"),
+        ({"gradients": "nowhere"}, "gradients is 'nowhere'; choose"),
+        ({"gradients": "owner"}, "other replicas without the gradient"),
         ({"momentum_dtype": torch.int32}, "momentum_dtype is torch.int32"),
         ({"ns_dtype": torch.int8}, "Newton-Schulz runs in one of"),
         ({"exact": True, "ns_dtype": torch.float32}, "exact=True repeats torch.optim.Muon"),
@@ -100,6 +102,7 @@ def test_every_option_reaches_the_parameter_group_and_can_differ_there() -> None
         "momentum_kind": "heavy_ball",
         "momentum_dtype": torch.float64,
         "momentum_placement": "owner",
+        "gradients": "owner",
     }
     assert set(given) == {field.name for field in fields(MuonOptions)}
     group = HyperMuon(matrices(), **given).param_groups[0]
