@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from bench.errors import UnavailableError
 from bench.fsdp_step.settings import Size, VariantSettings
@@ -51,14 +51,14 @@ class Run(_Strict):
         size: of the model.
         rounds: rounds that must be kept.
         steps: steps of a variant in a round, at least 2: what is timed lies between two.
-        warm_up: steps of each variant before anything is measured.
+        warm_up: steps of modelled compute of each variant before anything is measured; those of real compute come first.
         equality_steps: steps of real compute after which weights are compared, before that.
     """
 
     size: Size
     rounds: PositiveInt
     steps: int = Field(ge=2)
-    warm_up: PositiveInt
+    warm_up: NonNegativeInt
     equality_steps: PositiveInt
 
 
