@@ -51,7 +51,7 @@ class Run(_Strict):
         size: of the model.
         rounds: rounds that must be kept.
         steps: steps of a variant in a round, at least 2: what is timed lies between two.
-        warm_up: steps of modelled compute of each variant before anything is measured; those of real compute come first.
+        warm_up: steps of modelled compute before anything is measured; those of real compute come before them.
         equality_steps: steps of real compute after which weights are compared, before that.
     """
 
