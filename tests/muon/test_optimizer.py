@@ -550,3 +550,10 @@ def test_momentum_on_the_owner_survives_saving_loading_and_new_plans() -> None:
     expected = reference_run(values(SHAPES, 1), [values(SHAPES, 10 + step) for step in range(5)]).weights
     for found in replicas(3, work):
         assert_same(found, expected)
+
+
+def test_an_optimizer_is_not_copied() -> None:
+    optimizer = HyperMuon([nn.Parameter(torch.zeros(4, 4))])
+    for take in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="load its state_dict"):
+            take(optimizer)

@@ -377,16 +377,16 @@ def test_a_disagreement_names_the_parameter_and_the_rank(theirs: list[MatrixPara
     assert "rank 5" in str(failure.value)
 
 
-def test_ranks_that_disagree_learn_it_before_anything_moves() -> None:
+@pytest.mark.parametrize("option", [{"steps": 6}, {"momentum": 0.9}, {"weight_decay": 0.0}, {"scale": "none"}], ids=str)
+def test_ranks_that_disagree_learn_it_before_anything_moves(option: dict[str, Any]) -> None:
     from hp_plugin.core.muon.optimizer import HyperMuon
 
     def work(communicators: SimulatedCommunicators) -> None:
         layout = flat((6, 4), 2)
         param = torch.nn.Parameter(torch.ones(3, 4))
-        steps = 5 if communicators.rank == 0 else 6
         optimizer = HyperMuon(
             [("layers.3.weight", param)],
-            steps=steps,
+            **(option if communicators.rank else {}),
             distributions={param: distribute(layout)},
             communicators=communicators,
         )

@@ -23,7 +23,7 @@ from hp_plugin.core.muon.distribution import Distribution, Piece
 from hp_plugin.core.muon.exchange import Exchanger
 from hp_plugin.core.muon.messages import read_runs, write_runs
 from hp_plugin.core.muon.momentum import advance, look_ahead_without_gradient
-from hp_plugin.core.muon.options import adamw_options, complete_group, muon_options, newton_schulz_of
+from hp_plugin.core.muon.options import adamw_options, complete_group, muon_options, newton_schulz_of, shared_options
 from hp_plugin.core.muon.plan import (
     DEFAULT_WAVE_BYTES,
     ExchangePlan,
@@ -144,6 +144,11 @@ class HyperMuon(Optimizer):
         if self._rank == 0:
             sys.stderr.write(f"{params.table()}\n")
         return params.param_groups()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "HyperMuon holds process groups and cannot be copied or pickled; make another one and load its state_dict()"
+        )
 
     # ---- parameters and state ---------------------------------------------------------------------------------------
 
@@ -381,6 +386,7 @@ class HyperMuon(Optimizer):
             newton_schulz_of(group),
             group["exchange"],
             in_one_replica=group["momentum_placement"] == "owner",
+            options=shared_options(group),
         )
 
 

@@ -115,6 +115,11 @@ def complete_group(group: Mapping[str, Any], defaults: Mapping[str, Mapping[str,
     return complete
 
 
+def shared_options(group: Mapping[str, Any]) -> str:
+    """The options of a group that ranks must agree on, as text: all but the learning rate, which is set every step."""
+    return repr([(name, group[name]) for name in sorted(_MUON - {"lr"})])
+
+
 def newton_schulz_of(group: Mapping[str, Any]) -> NewtonSchulz:
     """How the matrices of a group are orthogonalized."""
     return NewtonSchulz(

@@ -55,6 +55,7 @@ class MatrixParameter:
         newton_schulz: How its blocks are orthogonalized. They travel in its dtype.
         exchange: How they travel.
         in_one_replica: Whether one replica owns all of its blocks, so that it alone needs the momentum.
+        options: What else must be alike on all ranks, as text.
     """
 
     name: str
@@ -64,6 +65,7 @@ class MatrixParameter:
     newton_schulz: NewtonSchulz
     exchange: Exchange = "auto"
     in_one_replica: bool = False
+    options: str = ""
 
     def shards(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica."""
@@ -74,7 +76,7 @@ class MatrixParameter:
         """Of all that must be alike on all ranks; the same in every process."""
         layout = None if self.distribution is None else (self.distribution.layout, self.distribution.ranks)
         said = (self.name, self.view, self.blocks, layout, self.newton_schulz, self.exchange, self.in_one_replica)
-        return zlib.crc32(repr(said).encode())
+        return zlib.crc32(repr((*said, self.options)).encode())
 
 
 @dataclass(frozen=True)
