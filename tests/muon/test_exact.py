@@ -83,6 +83,27 @@ def test_momentum_on_the_owning_replica_alone(sizes: tuple[int, int, int]) -> No
     assert_same(trained.momenta, reference_run(WEIGHTS, GRADIENTS).buffers)
 
 
+@pytest.mark.parametrize("momentum_placement", ["replicated", "owner"])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (3, 2, 1), (2, 2, 2)], ids=lambda sizes: "R{}F{}T{}".format(*sizes))
+def test_large_domains_bring_updates_back_in_two_stages(sizes: tuple[int, int, int], momentum_placement: str) -> None:
+    options = {"momentum_placement": momentum_placement, "exchange": "a2a", "wave_bytes": 2000, **OPTIONS}
+    direct = train(layouts(sizes), WEIGHTS, GRADIENTS, exact=True, **options)
+    with mock.patch("hp_plugin.core.muon.plan.MAX_A2A_PEERS", 3):
+        staged = train(layouts(sizes), WEIGHTS, GRADIENTS, exact=True, **options)
+    assert_same(staged.weights, expected())
+    # Not a byte more, and no collective of more ranks than a replica or the replicas have.
+    assert sum(c.received_bytes for c in staged.counters) == sum(c.received_bytes for c in direct.counters)
+    assert staged.counters[0].collectives == 1.5 * direct.counters[0].collectives
+
+
+def test_large_groups_gather() -> None:
+    with mock.patch("hp_plugin.core.muon.plan.MAX_A2A_PEERS", 2):
+        for sizes in ((1, 3, 1), (3, 1, 1)):
+            trained = train(layouts(sizes), WEIGHTS, GRADIENTS, exact=True, **OPTIONS)
+            assert {wave.mode for wave in trained.plans[0].waves if wave.comes_back} == {"gather"}
+            assert_same(trained.weights, expected())
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_momentum_options(nesterov: bool, momentum: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +96,15 @@ def test_where_it_does_not_fit_it_is_refused_and_not_chosen(layout: Layout, opti
     with pytest.raises(ConfigurationError, match='exchange="gram" does not fit parameter'):
         one_parameter(layout, exchange="gram", **options)
     assert one_parameter(layout, **options).plans[0].waves[0].mode == "a2a"
+
+
+def test_large_domains_bring_factors_back_in_two_stages() -> None:
+    layout = on_mesh((8, 512), 1, 2, 2)
+    direct = one_parameter(layout, 2, exchange="gram")
+    with mock.patch("hp_plugin.core.muon.plan.MAX_A2A_PEERS", 3):
+        staged = one_parameter(layout, 2, exchange="gram")
+    assert torch.equal(direct.weights[0], staged.weights[0])
+    assert sum(c.received_bytes for c in staged.counters) == sum(c.received_bytes for c in direct.counters)
 
 
 def test_a_matrix_without_gradient_stays() -> None:

@@ -39,8 +39,8 @@ DEFAULT_WAVE_BYTES = 32 << 20
 """Of the matrices that one rank owns in a wave."""
 
 MAX_A2A_PEERS = 64
-"""Of one shard group. Beyond, an all-to-all opens more connections than some networks have (HCCL reports failures to
-allocate queue pairs at thousands), so `auto` gathers."""
+"""Ranks of one all-to-all. Beyond, it opens more connections than some networks have (HCCL reports failures to allocate
+queue pairs at thousands): `auto` then gathers, and updates come back in two stages."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,12 @@ class Wave:
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the domain, ascending."""
         return tuple(sorted(rank for replica in self.shards for rank in replica))
+
+    @property
+    def has_two_stages(self) -> bool:
+        """Whether updates come back inside the owner's replica first and then between the ranks that hold a shard."""
+        both = len(self.shards) > 1 and len(self.shards[0]) > 1
+        return self.comes_back and both and self.mode != "gather" and len(self.ranks) > MAX_A2A_PEERS
 
     @functools.cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -243,7 +249,7 @@ def _unowned_blocks(
                 'that are float32; use "auto"'
             )
         if mode == "auto":
-            mode = "a2a" if len(shards[0]) <= MAX_A2A_PEERS else "gather"
+            mode = "a2a" if max(len(shards[0]), len(shards)) <= MAX_A2A_PEERS else "gather"
             if _fits_gram(planned, parameter) and _gram_is_cheaper(planned, parameter, len(shards)):
                 mode = "gram"
         if mode == "gram" and len(planned.holders) > 1:

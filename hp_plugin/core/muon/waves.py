@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hp_plugin.core.muon.communicator import Communicators
+from hp_plugin.core.muon.communicator import Communicator, Communicators
 from hp_plugin.core.muon.counters import MuonCounters
 from hp_plugin.core.muon.distribution import Piece, Run
 from hp_plugin.core.muon.messages import Item, Leg, LegInFlight, read_runs, write_runs
@@ -50,7 +50,14 @@ class WaveRunner:
         self.replica, self.shard = wave.places[rank]
         self.owned = [index for index, block in enumerate(wave.blocks) if block.owner == rank]
         self.out = self._make_out(communicators) if wave.goes_out else None
-        self.back = self._make_back(communicators) if wave.comes_back else None
+        replica = tuple(sorted(wave.shards[self.replica]))
+        self.back: Leg | None = None
+        self.across: Leg | None = None
+        if wave.has_two_stages:
+            self.back = self._make_back(communicators.over(replica)) if wave.goes_out else None
+            self.across = self._make_across(communicators)
+        elif wave.comes_back:
+            self.back = self._make_back(communicators.over(wave.ranks))
         self._matrices: dict[tuple[int, int], Tensor] = {}
         self._place: dict[int, tuple[tuple[int, int], int]] = {}
         for index in self.owned:
@@ -58,6 +65,7 @@ class WaveRunner:
             members = [i for i in self.owned if self._shape_of(wave.blocks[i]) == shape]
             self._place[index] = (shape, members.index(index))
         self._has_gradient: dict[int, bool] = {}
+        self._came_back: dict[int, tuple[Tensor, bool]] = {}
         self._leg: LegInFlight | None = None
 
     # What a subclass may do otherwise: what lies in messages, and what the owner makes of it.
@@ -113,8 +121,7 @@ class WaveRunner:
                 receives.append(self._items(shard_of[peer], [self.rank] if peer != self.rank else []))
         return Leg(communicator, gathers, sends, receives)
 
-    def _make_back(self, communicators: Communicators) -> Leg:
-        communicator = communicators.over(self.wave.ranks)
+    def _make_back(self, communicator: Communicator) -> Leg:
         sends, receives = [], []
         gathers = self.wave.mode == "gather"
         for peer in communicator.ranks:
@@ -128,10 +135,21 @@ class WaveRunner:
                 receives.append(self._items(self.shard, [peer] if peer != self.rank else []))
         return Leg(communicator, gathers, sends, receives)
 
+    def _make_across(self, communicators: Communicators) -> Leg:
+        column = {replica[self.shard]: replica for replica in self.wave.shards}
+        communicator = communicators.over(tuple(sorted(column)))
+        mine = self._items(self.shard, column[self.rank])
+        return Leg(
+            communicator,
+            False,
+            [mine if peer != self.rank else [] for peer in communicator.ranks],
+            [self._items(self.shard, column[peer]) if peer != self.rank else [] for peer in communicator.ranks],
+        )
+
     @property
     def legs(self) -> list[Leg]:
         """Those that exist, each of which is one collective."""
-        return [leg for leg in (self.out, self.back) if leg is not None]
+        return [leg for leg in (self.out, self.back, self.across) if leg is not None]
 
     # ---- the three parts of a step ----------------------------------------------------------------------------------
 
@@ -198,17 +216,26 @@ class WaveRunner:
         blocks = self.wave.blocks
         for index in self.owned:
             piece = blocks[index].pieces[self.shard]
-            if piece is not None and self._has_gradient[index]:
-                sent = self._message_piece(blocks[index], piece)
-                values = read_runs(self._matrix(index), sent.rows, sent.cols, local=False)
-                apply(blocks[index], piece, self._update(index, piece, values))
+            if piece is not None:
+                item = Item(index, self._message_piece(blocks[index], piece))
+                self._came_back[index] = values, has_gradient = self._updated_values(item)
+                if has_gradient:
+                    apply(blocks[index], piece, self._update(index, piece, values))
+
+        def use(item: Item, values: Tensor, flag: bool) -> None:
+            self._receive_update(item, values, flag, apply)
+
         if self._leg is not None:
             leg, self._leg = self._leg, None
-            leg.finish(lambda item, values, flag: self._receive_update(item, values, flag, apply))
-        self._matrices, self._has_gradient = {}, {}
+            leg.finish(use)
+        if self.across is not None:
+            dtype = self.wave.newton_schulz.dtype
+            LegInFlight(self.across, dtype, self.device, lambda item: self._came_back[item.block]).finish(use)
+        self._matrices, self._has_gradient, self._came_back = {}, {}, {}
 
     def _receive_update(self, item: Item, values: Tensor, flag: bool, apply: Apply) -> None:
         block = self.wave.blocks[item.block]
+        self._came_back[item.block] = values, flag
         piece = block.pieces[self.shard]
         if block.owner == self.rank or piece is None or not flag:
             return
