@@ -71,7 +71,7 @@ def test_the_most_telling_line_of_a_failed_log_is_found(
 @pytest.mark.parametrize(
     ("script", "limit_s", "sentence"),
     [
-        ("import time\nprint('started', flush=True)\ntime.sleep(600)\n", 25.0, "a job did not finish within 25 s"),
+        ("import time\nprint('started', flush=True)\ntime.sleep(600)\n", 18.0, "a job did not finish within 18 s"),
         (
             "raise SystemExit('error: there is no corpus.')\n",
             120.0,

@@ -97,7 +97,8 @@ class Halves:
         return {each: [parts[index] for parts in by_rank] for index, each in enumerate(transfers)}
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+# What is saved is at rest, where transports do not differ.
+@pytest.fixture(scope="module", params=[TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.full)])
 def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
     return Halves(tmp_path_factory.mktemp("checkpoints"), request.param)
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.fsdp.comparison import Record, full
+from tests.fsdp.comparison import Record, full_values
 from tests.fsdp.training import TRAINERS, Trainer, continue_training
 from tests.fsdp.variants import Variant
 from tests.support import init_gloo
@@ -69,10 +69,9 @@ def load_and_train(*, replicate: int, shard: int, jobs: list[tuple[Variant, str,
 def state_of(trainer: Trainer) -> State:
     """The full state of model and optimizer. Every rank must call."""
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    optimizer = {
-        names[parameter]: {key: full(value) for key, value in state.items()}
-        for parameter, state in trainer.optimizer.state.items()
-    }
+    states = {names[parameter]: state for parameter, state in trainer.optimizer.state.items()}
+    values = full_values({f"{name} {key}": value for name, state in states.items() for key, value in state.items()})
+    optimizer = {name: {key: values[f"{name} {key}"] for key in state} for name, state in states.items()}
     return State(trainer.weights(), optimizer)
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_plugin import fully_shard
 from hp_plugin.core.fsdp import Phase
 from hp_plugin.core.fsdp.root import unit_of
+from tests.fsdp.comparison import full_values
 from tests.support import init_gloo
 
 WIDTH = 13  # odd: no dim divides by the ranks
@@ -88,17 +89,20 @@ def losses(plain: nn.Module, sharded: nn.Module, step: int) -> tuple[Tensor, Ten
 
 
 def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The full value, detached. Every rank of the mesh must call."""
+    return full_values({"": tensor})[""]
 
 
 def assert_gradients_equal(plain: nn.Module, sharded: nn.Module, *, factor: float = 1.0) -> None:
-    for (name, expected), (_, found) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+    pairs = list(zip(plain.named_parameters(), sharded.named_parameters(), strict=True))
+    gradients = full_values({name: found.grad for (name, _), (_, found) in pairs if found.grad is not None})
+    for (name, expected), (_, found) in pairs:
         if expected.grad is None:
-            assert found.grad is None or not full(found.grad).any(), f"{name} has a gradient"
+            assert found.grad is None or not gradients[name].any(), f"{name} has a gradient"
             continue
         assert isinstance(found.grad, DTensor), f"{name} has no gradient"
         torch.testing.assert_close(
-            full(found.grad), factor * expected.grad, rtol=2e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            gradients[name], factor * expected.grad, rtol=2e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 

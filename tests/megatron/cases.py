@@ -128,7 +128,7 @@ JOBS = (
     Job("dp4-host-names", ours="--hyperfsdp-supernode-size auto", full=True),
     Job("dp2", ranks=2, full=True),
     Job("dp1", ranks=1, ours="--hyperfsdp-supernode-size 1", full=True),
-    Job("tp2", _TP),
+    Job("tp2", _TP, full=True),
     Job("tp2-sequence-parallel", f"{_TP} --sequence-parallel"),
     Job("tp4", "--tensor-model-parallel-size 4", ours="--hyperfsdp-supernode-size 4", full=True),
     Job("pp2", _PP),
