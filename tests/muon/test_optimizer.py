@@ -165,6 +165,15 @@ def test_a_model_is_routed() -> None:
     assert {p for group in optimizer.param_groups for p in group["params"]} == set(model.parameters())
 
 
+def test_groups_of_the_same_shapes_need_no_names() -> None:
+    one, other = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    optimizer = HyperMuon([{"params": [one]}, {"params": [other]}])
+    one.grad, other.grad = torch.eye(4), torch.eye(4)
+    optimizer.step()
+    assert torch.equal(one, other)
+    assert [parameter.name for parameter in optimizer.plan.parameters] == ["0 of group 0", "0 of group 1"]
+
+
 # ---- the AdamW part --------------------------------------------------------------------------------------------------
 
 

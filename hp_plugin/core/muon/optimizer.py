@@ -175,7 +175,11 @@ class HyperMuon(Optimizer):
 
     def _name(self, group: Mapping[str, Any], index: int) -> str:
         names = group.get("param_names")
-        return names[index] if names else f"{index} of group {self.param_groups.index(group)}"  # type: ignore[arg-type]
+        if names:
+            return str(names[index])
+        # Not list.index: equality of groups would compare tensors.
+        number = next(number for number, each in enumerate(self.param_groups) if each is group)
+        return f"{index} of group {number}"
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads what `state_dict()` gave on the same mesh; dtypes stay as they are here.
