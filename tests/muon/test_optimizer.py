@@ -174,6 +174,11 @@ def test_groups_of_the_same_shapes_need_no_names() -> None:
     assert [parameter.name for parameter in optimizer.plan.parameters] == ["0 of group 0", "0 of group 1"]
 
 
+def test_a_wave_needs_a_byte() -> None:
+    with pytest.raises(ConfigurationError, match="wave_bytes is 0"):
+        HyperMuon([nn.Parameter(torch.ones(4, 4))], wave_bytes=0)
+
+
 # ---- the AdamW part --------------------------------------------------------------------------------------------------
 
 

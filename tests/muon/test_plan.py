@@ -383,17 +383,20 @@ def test_ranks_that_disagree_learn_it_before_anything_moves(option: dict[str, An
 
     def work(communicators: SimulatedCommunicators) -> None:
         layout = flat((6, 4), 2)
-        param = torch.nn.Parameter(torch.ones(3, 4))
+        param, bias = torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(3))
         optimizer = HyperMuon(
-            [("layers.3.weight", param)],
+            [
+                {"params": [("layers.3.weight", param)]},
+                {"params": [("layers.3.bias", bias)], "algorithm": "adamw"},
+            ],
             **(option if communicators.rank else {}),
             distributions={param: distribute(layout)},
             communicators=communicators,
         )
-        param.grad = torch.ones(3, 4)
+        param.grad, bias.grad = torch.ones(3, 4), torch.ones(3)
         with pytest.raises(ConfigurationError, match=r"layers\.3\.weight has other blocks, layout or options"):
             optimizer.step()
-        assert bool((param == 1).all())
+        assert bool((param == 1).all()) and bool((bias == 1).all())
         assert bool((optimizer.state[param]["momentum_buffer"] == 0).all())
 
     simulate(2, work)

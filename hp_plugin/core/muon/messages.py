@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hp_plugin.core.muon.blocks import MatrixView
 from hp_plugin.core.muon.communicator import Communicator
 from hp_plugin.core.muon.distribution import Piece, Run
 from hp_plugin.core.transport import Pending
@@ -115,6 +116,15 @@ def _pack(target: Tensor, start: int, items: Sequence[Item], values_of: Callable
 
 
 # ---- pieces of tensors -----------------------------------------------------------------------------------------------
+
+
+def as_layers(local: Tensor, view: MatrixView) -> Tensor:
+    """A local tensor as (layers, rows, cols), sharing its memory."""
+    if view.kind == "stack":
+        return local
+    if view.kind == "matrix":
+        return local.unsqueeze(0)
+    return local.view(1, local.shape[0], local[0].numel() if local.shape[0] else 0)
 
 
 def read_runs(matrix: Tensor, rows: Sequence[Run], cols: Sequence[Run], *, local: bool) -> Tensor:

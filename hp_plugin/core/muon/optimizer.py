@@ -16,12 +16,12 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.muon.agreement import compare_parameters, loads_among
-from hp_plugin.core.muon.blocks import MatrixView, Split
+from hp_plugin.core.muon.blocks import Split
 from hp_plugin.core.muon.communicator import Communicators, GroupCommunicators, share_from
 from hp_plugin.core.muon.counters import MuonCounters
 from hp_plugin.core.muon.distribution import Distribution, Piece
 from hp_plugin.core.muon.exchange import Exchanger
-from hp_plugin.core.muon.messages import read_runs, write_runs
+from hp_plugin.core.muon.messages import as_layers, read_runs, write_runs
 from hp_plugin.core.muon.momentum import advance, look_ahead_without_gradient
 from hp_plugin.core.muon.options import adamw_options, complete_group, muon_options, newton_schulz_of, shared_options
 from hp_plugin.core.muon.plan import (
@@ -103,6 +103,8 @@ class HyperMuon(Optimizer):
         self._distributions = dict(distributions or {})
         self._process_group = process_group
         self._topology = topology
+        if wave_bytes < 1:
+            raise ConfigurationError(f"wave_bytes is {wave_bytes}, but a wave needs at least one byte")
         self._wave_bytes = wave_bytes
         self._communicators: Communicators = communicators or GroupCommunicators()
         self._own_defaults = {
@@ -264,10 +266,10 @@ class HyperMuon(Optimizer):
         self.counters = MuonCounters(self._topology)
         if self._skips():
             return loss
+        exchanger = self._exchange()  # before anything moves: ranks may find that they disagree
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 step_adamw(group, self.state)
-        exchanger = self._exchange()
         announce_update([parameter for parameter, _ in self._matrices])
         self._decayed.clear()
         exchanger.run(self._contribute, self._apply, self.counters)
@@ -285,10 +287,11 @@ class HyperMuon(Optimizer):
             return True
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
+            factor = 1.0 / float(scale)
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        local_gradient(parameter).mul_(1.0 / float(scale))
+                        local_gradient(parameter).mul_(factor)
         return False
 
     def _contribute(self, index: int) -> Contribution:
@@ -298,7 +301,7 @@ class HyperMuon(Optimizer):
             update = look_ahead_without_gradient(buffer, group)
         else:
             update = advance(buffer, local_gradient(parameter).contiguous(), group)  # it may be strided otherwise
-        return Contribution(_layers(update, self.plan.parameters[index].view), parameter.grad is not None)
+        return Contribution(as_layers(update, self.plan.parameters[index].view), parameter.grad is not None)
 
     def _apply(self, block: PlannedBlock, piece: Piece, values: Tensor) -> None:
         parameter, group = self._matrices[block.parameter]
@@ -308,7 +311,7 @@ class HyperMuon(Optimizer):
             if "momentum_buffer" in self.state[parameter]:
                 local_tensor(self.state[parameter]["momentum_buffer"]).mul_(group["momentum"])
         scale = scale_factor(group["scale"], *block.block.outputs_and_inputs, extra=group["extra_scale"])
-        layer = _layers(local_tensor(parameter), self.plan.parameters[block.parameter].view)[piece.layer]
+        layer = as_layers(local_tensor(parameter), self.plan.parameters[block.parameter].view)[piece.layer]
         target = read_runs(layer, piece.rows, piece.cols, local=True)
         if group["weight_decay"]:
             target.mul_(1 - group["lr"] * group["weight_decay"])
@@ -392,12 +395,3 @@ class HyperMuon(Optimizer):
             in_one_replica=group["momentum_placement"] == "owner",
             options=shared_options(group),
         )
-
-
-def _layers(local: Tensor, view: MatrixView) -> Tensor:
-    """A local tensor as (layers, rows, cols), sharing its memory."""
-    if view.kind == "stack":
-        return local
-    if view.kind == "matrix":
-        return local.unsqueeze(0)
-    return local.view(1, local.shape[0], local[0].numel() if local.shape[0] else 0)
