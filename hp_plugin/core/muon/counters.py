@@ -40,8 +40,8 @@ class MuonCounters:
         """Received from other ranks."""
         return self.received_bytes_intra + self.received_bytes_inter
 
-    def count(self, legs: Sequence[Leg], rank: int, wave: Wave) -> None:
-        """Counts the collectives of a wave."""
+    def count_messages(self, legs: Sequence[Leg], rank: int, wave: Wave) -> None:
+        """Counts the collectives of a wave and what this rank receives in them."""
         itemsize = wave.newton_schulz.dtype.itemsize
         for leg in legs:
             self.collectives += 1

@@ -8,6 +8,8 @@ no rank had one is neither orthogonalized nor updated.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from hp_plugin.core.muon.communicator import Communicators
@@ -15,6 +17,7 @@ from hp_plugin.core.muon.counters import MuonCounters
 from hp_plugin.core.muon.gram import GramRunner
 from hp_plugin.core.muon.plan import ExchangePlan
 from hp_plugin.core.muon.waves import Apply, Contribute, Contribution, WaveRunner
+from hp_plugin.core.topology import Topology
 
 
 class Exchanger:
@@ -24,25 +27,39 @@ class Exchanger:
         plan: The plan. Every rank of each of its domains must construct, in the same order.
         communicators: Where groups come from.
         device: Where messages are made.
+        topology: Which ranks share a supernode, for counters.
     """
 
-    def __init__(self, plan: ExchangePlan, communicators: Communicators, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        communicators: Communicators,
+        device: torch.device,
+        *,
+        topology: Topology | None = None,
+    ) -> None:
         self.plan = plan
         self._runners = [
             (GramRunner if wave.mode == "gram" else WaveRunner)(wave, communicators.rank, communicators, device)
             for wave in plan.waves
         ]
+        self._last_uses = _last_uses(plan)
+        self._messages = MuonCounters(topology)  # the same in every step
+        for runner in self._runners:
+            self._messages.count_messages(runner.legs, runner.rank, runner.wave)
 
-    def run(self, contribute: Contribute, apply: Apply, counters: MuonCounters) -> None:
+    def run(self, contribute: Contribute, apply: Apply) -> MuonCounters:
         """One step. Every rank of every domain must call.
 
         Args:
             contribute: Called once for each parameter, no later than in its last wave; not for those that another
                 replica owns alone (`MatrixParameter.in_one_replica`), unless this rank has something to send.
             apply: Called for each piece of this rank once its update is there.
-            counters: Where work and messages are counted.
+
+        Returns:
+            What was done.
         """
-        uses = self._uses()
+        counters = dataclasses.replace(self._messages)
         kept: dict[int, Contribution] = {}
 
         def contribution(parameter: int) -> Contribution:
@@ -52,7 +69,7 @@ class Exchanger:
 
         def start(number: int) -> None:
             self._runners[number].start(contribution)
-            for parameter in uses[number]:
+            for parameter in self._last_uses[number]:
                 if not self.plan.parameters[parameter].in_one_replica:
                     contribution(parameter)  # its momentum goes on, although other replicas own its matrices
                 kept.pop(parameter, None)
@@ -65,14 +82,15 @@ class Exchanger:
             runner.orthogonalize(counters)
             if number > 0:
                 self._runners[number - 1].finish(apply)
-            counters.count(runner.legs, runner.rank, runner.wave)
         if self._runners:
             self._runners[-1].finish(apply)
+        return counters
 
-    def _uses(self) -> list[list[int]]:
-        """For each wave, the parameters of which no later wave has a block."""
-        last = {block.parameter: n for n, wave in enumerate(self.plan.waves) for block in wave.blocks}
-        uses: list[list[int]] = [[] for _ in self.plan.waves]
-        for parameter, number in last.items():
-            uses[number].append(parameter)
-        return uses
+
+def _last_uses(plan: ExchangePlan) -> list[list[int]]:
+    """For each wave, the parameters of which no later wave has a block."""
+    last = {block.parameter: n for n, wave in enumerate(plan.waves) for block in wave.blocks}
+    uses: list[list[int]] = [[] for _ in plan.waves]
+    for parameter, number in last.items():
+        uses[number].append(parameter)
+    return uses

@@ -272,7 +272,7 @@ class HyperMuon(Optimizer):
                 step_adamw(group, self.state)
         announce_update([parameter for parameter, _ in self._matrices])
         self._decayed.clear()
-        exchanger.run(self._contribute, self._apply, self.counters)
+        self.counters = exchanger.run(self._contribute, self._apply)
         return loss
 
     def _skips(self) -> bool:
@@ -373,7 +373,8 @@ class HyperMuon(Optimizer):
         compare_parameters(parameters, self._communicators)
         loads_of = functools.partial(loads_among, communicators=self._communicators)
         plan = make_plan(parameters, self._rank, loads_of=loads_of, wave_bytes=self._wave_bytes)
-        return Exchanger(plan, self._communicators, local_tensor(self._matrices[0][0]).device)
+        device = local_tensor(self._matrices[0][0]).device
+        return Exchanger(plan, self._communicators, device, topology=self._topology)
 
     def _matrix_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> MatrixParameter:
         distribution = self._distributions.get(parameter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -59,11 +58,13 @@ class WaveRunner:
         elif wave.comes_back:
             self.back = self._make_back(communicators.over(wave.ranks))
         self._matrices: dict[tuple[int, int], Tensor] = {}
+        self._members: dict[tuple[int, int], list[int]] = {}
         self._place: dict[int, tuple[tuple[int, int], int]] = {}
         for index in self.owned:
             shape = self._shape_of(wave.blocks[index])
-            members = [i for i in self.owned if self._shape_of(wave.blocks[i]) == shape]
-            self._place[index] = (shape, members.index(index))
+            members = self._members.setdefault(shape, [])
+            self._place[index] = (shape, len(members))
+            members.append(index)
         self._has_gradient: dict[int, bool] = {}
         self._came_back: dict[int, tuple[Tensor, bool]] = {}
         self._leg: LegInFlight | None = None
@@ -157,9 +158,9 @@ class WaveRunner:
         """Sends this rank's pieces to their owners and places those of its own matrices."""
         blocks = self.wave.blocks
         dtype = self.wave.newton_schulz.dtype
-        counts = Counter(shape for shape, _ in self._place.values())
         self._matrices = {
-            shape: torch.empty((count, *shape), dtype=dtype, device=self.device) for shape, count in counts.items()
+            shape: torch.empty((len(members), *shape), dtype=dtype, device=self.device)
+            for shape, members in self._members.items()
         }
         self._has_gradient = dict.fromkeys(self.owned, False)
 
@@ -185,8 +186,7 @@ class WaveRunner:
         if self._leg is not None:
             leg, self._leg = self._leg, None
             leg.finish(self._receive_piece)
-        for shape in list(self._matrices):
-            members = [index for index in self.owned if self._place[index][0] == shape]
+        for shape, members in self._members.items():
             live = [i for i, index in enumerate(members) if self._has_gradient[index]]
             stack = self._matrices[shape]
             if len(live) == len(members):
