@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hp_plugin import HyperMuon, MixedPrecisionPolicy, UnsupportedError, clip_grad_norm_, fully_shard
+from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.fsdp.owner_reduction import OwnerReduction, Segment
 from hp_plugin.core.fsdp.root import unit_of
 from hp_plugin.core.layout import local_tensor
@@ -99,38 +100,36 @@ def test_micro_batches_cross_once(mesh: tuple[int, int], transport: str) -> None
     run_ranks(mesh[0] * mesh[1], micro_batches, replicate=mesh[0], shard=mesh[1])
 
 
-def bytes_of_a_step(*, replicate: int, shard: int) -> tuple[int, int, int, int, int]:
-    """(all-reduced, owned) bytes counted, and (all, owned) elements of this rank's slots; last: exchanges."""
-    mesh = make_mesh(replicate, shard)
+def counted_step(mesh: DeviceMesh, *, owned: bool) -> tuple[Counters, dict[str, int], dict[str, int]]:
+    """What one backward counts, the elements of this rank's slots, and the owners, by parameter."""
     _, sharded = pair(mesh)
     unit = unit_of(sharded)
     assert unit is not None
-    owners = own(sharded, mesh)
-    loss = losses(sharded, sharded, 0)[1]
-    loss.backward()
-    counters = unit.root.counters
+    owners = own(sharded, mesh) if owned else {}
+    losses(sharded, sharded, 0)[1].backward()
     slots = {
-        parameter_name: -(-parameter.shape[0] // shard) * parameter[0].numel()
+        parameter_name: -(-parameter.shape[0] // mesh.size(1)) * parameter[0].numel()
         for parameter_name, parameter in sharded.named_parameters()
     }
-    owned = sum(slots[each] for each in owners)
-    return (
-        counters.all_reduce_bytes,
-        counters.owner_reduction_bytes,
-        sum(slots.values()),
-        owned,
-        counters.owner_reductions,
-    )
+    return unit.root.counters, slots, owners
+
+
+def bytes_of_a_step(*, replicate: int, shard: int) -> None:
+    mesh = make_mesh(replicate, shard)
+    plain, _, _ = counted_step(mesh, owned=False)
+    found, slots, owners = counted_step(mesh, owned=True)
+    every, owned = sum(slots.values()), sum(slots[each] for each in owners)
+    mine = sum(slots[each] for each, owner in owners.items() if owner == mesh.get_local_rank("dp_replicate"))
+    assert found.owner_reduction_bytes == 4 * owned
+    assert found.all_reduce_bytes == 4 * (every - owned)
+    assert found.owner_reductions >= 1
+    # All of it is packed, and what this replica wants is unpacked.
+    assert found.copied_bytes - plain.copied_bytes == 4 * every + 4 * (every - owned + mine)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_bytes_are_those_of_the_slots(mesh: tuple[int, int]) -> None:
-    for shared, owned, all_slots, owned_slots, exchanges in run_ranks(
-        mesh[0] * mesh[1], bytes_of_a_step, replicate=mesh[0], shard=mesh[1]
-    ):
-        assert owned == 4 * owned_slots
-        assert shared == 4 * (all_slots - owned_slots)
-        assert exchanges >= 1
+    run_ranks(mesh[0] * mesh[1], bytes_of_a_step, replicate=mesh[0], shard=mesh[1])
 
 
 def sums_in_rank_order(wire: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from hp_plugin.core.fsdp.bucket import Bucket, Member
 from hp_plugin.core.fsdp.counters import Counters, WaitCause
@@ -217,12 +218,17 @@ class ReductionPipeline:
         route, units = crossing.bucket.route, [u for u in crossing.bucket.units if u in crossing.members]
         group = route.group
         assert group is not None
-        shared = sum(each.length for unit in units for each in unit.segments if each.owner is None)
-        owned = sum(each.length for unit in units for each in unit.segments if each.owner is not None)
+        segments = [segment for unit in units for segment in unit.segments]
+        mine = dist.get_rank(group)
+        shared = sum(each.length for each in segments if each.owner is None)
+        owned = sum(each.length for each in segments if each.owner is not None)
+        kept = shared + sum(each.length for each in segments if each.owner == mine)
         self.counters.all_reduces += shared > 0
         self.counters.all_reduce_bytes += shared * route.wire_dtype.itemsize
         self.counters.owner_reductions += 1
         self.counters.owner_reduction_bytes += owned * route.wire_dtype.itemsize
+        # Everything is packed; what this rank wants is unpacked.
+        self.counters.copied_bytes += (shared + owned) * route.wire_dtype.itemsize + kept * route.dtype.itemsize
         self._note("inter", "reduce to owners", units)
         earlier = tuple(crossing.tickets)
 
