@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from bench.errors import UnavailableError
+from bench.settings import read_settings
 
 SETTINGS_FILE = Path(__file__).with_name("settings.yaml")
 SWEEP_FILE = Path(__file__).with_name("sweep.json")
@@ -143,10 +142,7 @@ def load(path: Path = SETTINGS_FILE) -> Settings:
     Raises:
         UnavailableError: the file holds an unknown key or an impossible value.
     """
-    try:
-        return Settings.model_validate(yaml.safe_load(path.read_text()))
-    except ValueError as error:  # pydantic's error is one
-        raise UnavailableError(f"{path.name}: {error}") from error
+    return read_settings(Settings, path)
 
 
 def _refuse_unknown(kind: str, names: list[str], known: set[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import UnavailableError
@@ -12,6 +10,7 @@ from bench.fsdp_step.job import VariantJob
 from bench.fsdp_step.recorded import complaints, read_record
 from bench.fsdp_step.results import kept, require_equality
 from bench.fsdp_step.settings import FLOOR, MOST_RESIDENT, OURS, SWEEP_FILE, Options
+from bench.recorded import write_record
 from bench.report import Report, say
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def run_sweep(plan: Plan, *, only: list[str]) -> Report:
         if not figures:
             continue
         record[name] = {"conditions": {**_conditions(plan), "rounds": ROUNDS}, "candidates": figures}
-        _write(SWEEP_FILE, record)
+        write_record(SWEEP_FILE, record)
         report.rows += [
             {"variant": name, **{key: value for key, value in figure.items() if key != "options"}} | _flat(figure)
             for figure in figures
@@ -86,9 +85,3 @@ def _conditions(plan: Plan) -> dict[str, Any]:
 def _flat(figure: dict[str, Any]) -> dict[str, str]:
     options: Options = figure["options"]
     return {"options": ", ".join(f"{key}={value}" for key, value in options.items())}
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    temporary.replace(path)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from bench.errors import UnavailableError
 from bench.fsdp_step.settings import Size, VariantSettings
+from bench.settings import read_settings
 
 SETTINGS_FILE = Path(__file__).with_name("settings.yaml")
 SWEEP_FILE = Path(__file__).with_name("sweep.json")
@@ -102,7 +101,4 @@ def load(path: Path = SETTINGS_FILE) -> Settings:
     Raises:
         UnavailableError: the file holds an unknown key or an impossible value.
     """
-    try:
-        return Settings.model_validate(yaml.safe_load(path.read_text()))
-    except ValueError as error:  # pydantic's error is one
-        raise UnavailableError(f"{path.name}: {error}") from error
+    return read_settings(Settings, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from bench.muon_step.job import Result
 from bench.muon_step.recorded import complaints, read_record
 from bench.muon_step.results import kept, require_equality
 from bench.muon_step.settings import OURS, SWEEP_FILE
+from bench.recorded import write_record
 from bench.report import Report, say
 from bench.testbed import RanksFailedError
 
@@ -39,7 +39,7 @@ def run_sweep(plan: Plan, *, only: list[str]) -> Report:
         figures = _sweep_one(plan, name)
         conditions = {"size": plan.run.size.model_dump(), "rate_mbit": plan.rate_mbit, "rounds": ROUNDS}
         record[name] = {"conditions": conditions, "candidates": figures}
-        _write(record)
+        write_record(SWEEP_FILE, record)
         for figure in figures:
             said = ", ".join(f"{key}={value}" for key, value in figure["options"].items())
             report.rows.append({"variant": name, **figure, "options": said})
@@ -95,9 +95,3 @@ def _reason(error: RanksFailedError) -> str:
         return "it did not finish in time"
     lines = [line for line in error.results[error.failed[0]].stderr.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it left without a message"
-
-
-def _write(record: dict[str, Any]) -> None:
-    temporary = SWEEP_FILE.with_name(f".{SWEEP_FILE.name}.partial")
-    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    temporary.replace(SWEEP_FILE)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -51,14 +52,14 @@ class Distribution:
         return cls(layout, tuple(mesh.mesh.flatten().tolist()))
 
     @classmethod
-    def of(cls, parameter: object, *, process_group: dist.ProcessGroup | None = None) -> Distribution | None:
+    def of(cls, parameter: torch.Tensor, *, process_group: dist.ProcessGroup | None = None) -> Distribution | None:
         """The distribution of a `DTensor`; of a plain tensor, that of replicas over `process_group`, else None."""
         if isinstance(parameter, DTensor):
             return cls.on_mesh(Layout.from_dtensor(parameter), parameter.device_mesh)
         if process_group is None:
             return None
         ranks = tuple(dist.get_process_group_ranks(process_group))
-        shape = tuple(parameter.shape)  # type: ignore[attr-defined]
+        shape = tuple(parameter.shape)
         return cls(Layout(shape, ("replicas",), (len(ranks),), (Replicate(),)), ranks)
 
     def check_shard(self, name: str, rank: int, shape: Sequence[int]) -> None:
