@@ -64,7 +64,7 @@ def test_a_wait_takes_its_time_and_is_counted() -> None:
     start = time.perf_counter()
     wait_until(pace.begin(0.5))
     wait_until(pace.begin(1.0))
-    assert 0.03 <= time.perf_counter() - start < 0.3
+    assert time.perf_counter() - start >= 0.03
     assert (pace.calls, pace.seconds) == (2, pytest.approx(0.03))
 
 

@@ -55,7 +55,8 @@ def test_ours_and_torch_train_alike_and_ours_counts_the_least_bytes(mesh: str) -
     assert received == pytest.approx(least_received(TINY_BYTES, shards=2, replicas=2), rel=0.01)
     (one,) = result["rounds"]
     for name in (OURS, "torch_dtensor"):
-        assert 0 < one["windows"][name] < one["times"][name]
+        # Each is the mean of its slowest rank, over other stretches of the round: neither bounds the other.
+        assert one["windows"][name] > 0
         assert one["times"][name] > 0.012, "modelled compute is a part of the step"
 
 
