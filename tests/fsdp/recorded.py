@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def record(replicate: int, shard: int) -> str:
-    """The table of the third step: order and plan are known by then."""
+def warmed_up(replicate: int, shard: int) -> Any:
+    """The model after two steps: order and plan are known by then."""
     mesh = make_mesh(replicate, shard)
     model: Any = Model()
     two_layers = 2 * 4 * (WIDTH * WIDTH + WIDTH) // shard
@@ -38,7 +39,21 @@ def record(replicate: int, shard: int) -> str:
     for _ in range(2):
         model(torch.arange(8)).sum().backward()
         model.zero_grad()
+    return model
+
+
+def record(replicate: int, shard: int) -> str:
+    """The table of the third step."""
+    model = warmed_up(replicate, shard)
     with model.record_fsdp_schedule() as schedule:
         model(torch.arange(8)).sum().backward()
     table: str = schedule.table()
     return table
+
+
+def profiler_ranges(replicate: int, shard: int) -> dict[str, int]:
+    """How often each range of ours is in the trace of the third step."""
+    model = warmed_up(replicate, shard)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.arange(8)).sum().backward()
+    return Counter(event.name for event in profile.events() if event.name.startswith("hyperfsdp "))

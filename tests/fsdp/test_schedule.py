@@ -37,3 +37,15 @@ def test_reductions_follow_the_units_in_backward_and_share_buckets() -> None:
         ("all-reduce embedding", "wait for every all-reduce"),
     ):
         assert text.index(earlier) < text.index(later), (earlier, later)
+
+
+def test_a_trace_names_each_unit_that_is_gathered_waited_for_and_reduced() -> None:
+    ranges, *others = run_ranks(4, recorded.profiler_ranges, replicate=2, shard=2)
+    for unit in ("embedding", "layers.0", "layers.1", "layers.2", "head"):
+        assert ranges[f"hyperfsdp reduce-scatter {unit}"] == 1
+        assert ranges[f"hyperfsdp all-gather {unit}"] == 2, (unit, ranges)
+        assert ranges[f"hyperfsdp wait for all-gather of {unit}"] == 2, (unit, ranges)
+    assert ranges["hyperfsdp wait for end_of_backward"] == 1
+    assert {name for name in ranges if "wait for" not in name} == {
+        name for each in others for name in each if "wait for" not in name
+    }

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+from hp_plugin.core.fsdp.ranges import profiler_range
+
 
 class WaitCause(str, enum.Enum):
     """Why the thread that computes waited; in two cases, which say so, the lane beside it."""
@@ -72,7 +74,8 @@ class Counters:
         """Counts what runs inside as one wait."""
         start = time.perf_counter()
         try:
-            yield
+            with profiler_range("wait for", cause.value):
+                yield
         finally:
             self.waited(cause, start)
 

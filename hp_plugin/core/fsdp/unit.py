@@ -18,6 +18,7 @@ from hp_plugin.core.fsdp.options import RootOptions
 from hp_plugin.core.fsdp.parameter import MeshInfo, ShardedParameter
 from hp_plugin.core.fsdp.phase import Phase, check_transition
 from hp_plugin.core.fsdp.policies import MixedPrecisionPolicy
+from hp_plugin.core.fsdp.ranges import profiler_range
 from hp_plugin.core.fsdp.reduction import Reduction
 from hp_plugin.core.kernels import accumulate_scaled_
 from hp_plugin.core.transport import C10dTransport, Lane, Pending, announce_update, gradient_owner, lane_of
@@ -179,7 +180,9 @@ class Unit:
                 self._shard_versions = self._versions()
                 self.epoch += 1
         self.enter(Phase.GATHERING, hook)
-        if self._fulls.begin(self.root, for_backward=for_backward):
+        with profiler_range("all-gather", self.name):
+            communicates = self._fulls.begin(self.root, for_backward=for_backward)
+        if communicates:
             self.root.note("intra", "all-gather", self)
 
     def _versions(self) -> list[int]:
@@ -212,7 +215,8 @@ class Unit:
         """Waits for the parameters of all ranks and puts the full ones into the modules."""
         if self._phase is not Phase.GATHERING:
             return
-        self._fulls.wait(self.root)
+        with profiler_range("wait for all-gather of", self.name):
+            self._fulls.wait(self.root)
         self._fulls.install(self.root, is_last_use=self.outstanding_forwards <= 1)
         self.enter(Phase.UNSHARDED, hook)
 
@@ -270,7 +274,7 @@ class Unit:
         gradients = self.gradients
         if gradients is None:
             return  # nothing was trainable when backward opened
-        with torch.no_grad():
+        with torch.no_grad(), profiler_range("reduce-scatter", self.name):
             if self.requires_gradient_sync:
                 self.root.pipeline.submit(gradients, lambda: self._reduction(gradients))
                 return
