@@ -97,6 +97,13 @@ TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
             "hp_plugin.megatron.grad_stats:replace_params_l2_norm",
             "adds up the shards of all ranks for --log-params-norm",
         ),
+        Target(
+            "megatron.training.training",
+            "train_step",
+            ("forward_step_func", "data_iterator", "model", "optimizer"),
+            "hp_plugin.megatron.step_report:report_steps",
+            "reports waits and bytes in the log and to TensorBoard",
+        ),
     ),
 }
 """Targets per release series of megatron-core."""

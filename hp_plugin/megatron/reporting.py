@@ -25,6 +25,11 @@ def say(line: str) -> None:
         _write(sys.stdout, f"hp_plugin: {line}")
 
 
+def say_here(line: str) -> None:
+    """Print ``line`` on the rank that calls, prefixed with the name of this package."""
+    _write(sys.stdout, f"hp_plugin: {line}")
+
+
 class _OnRankZero(logging.Handler):
     """Says what the package logs, as lines of the job's output."""
 

@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
+from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.errors import UnsupportedError
@@ -182,6 +183,11 @@ class HyperFSDP(TorchFullyShardedDataParallel):
         names = self.mesh.mesh_dim_names or ()
         for name in names[:-1]:
             _broadcast([local_tensor(p) for p in self.module.parameters()], self.mesh.get_group(name))
+
+    def counters(self) -> Counters:
+        """What the engine did for this chunk and for what it waited; a live object."""
+        counters: Counters = self._root.fsdp_counters()
+        return counters
 
     # ---------------------------------------------------------------- state dicts
 

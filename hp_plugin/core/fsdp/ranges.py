@@ -22,6 +22,6 @@ def profiler_range(event: str, name: str) -> contextlib.AbstractContextManager[A
         event: What happens, in the words of `docs/schedule.md`, or "wait".
         name: Of the unit, or the cause of the wait.
     """
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not torch.autograd._profiler_enabled():
         return _NO_RANGE
     return torch.profiler.record_function(f"hyperfsdp {event} {name}")
