@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from hp_plugin.core.devices import default_device_type
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
 from hp_plugin.megatron import cpu_compat, flags, rebind, reporting, validation, versions
+from hp_plugin.megatron.connections import connections_line
 
 _installed: rebind.Rebinder | None = None
 # The one piece of process-wide state of the adapter: what install() replaced, so that it can be reported,
@@ -113,6 +116,10 @@ def _apply(args: argparse.Namespace) -> None:
     validation.check_topology(args, options)
     for line in validation.adjust_megatron_arguments(args):
         reporting.say(line)
+    device = "cpu" if cpu_compat.is_installed() else default_device_type()
+    line_on_connections = connections_line(args, os.environ, device=device)
+    if line_on_connections is not None:
+        reporting.say(line_on_connections)
     _installed.activate("active")
 
 
