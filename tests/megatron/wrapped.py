@@ -65,19 +65,24 @@ def wrap(module: Any, *, supernode_size: int, **options: Any) -> Any:
     return hyperfsdp_class()(module.config, ddp_config, module, options=settings)
 
 
-def backward(chunk: Any, *, no_sync: Any) -> None:
-    """Three micro-batches of data that differ between ranks; all but the last inside `no_sync`."""
+def backward(chunk: Any, *, no_sync: Any, micro_batches: int = MICRO_BATCHES) -> None:
+    """Three (or so many) micro-batches of data that differ between ranks; all but the last inside `no_sync`."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    for index in range(MICRO_BATCHES):
+    for index in range(micro_batches):
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
         labels = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-        with no_sync() if index < MICRO_BATCHES - 1 else nullcontext():
+        with no_sync() if index < micro_batches - 1 else nullcontext():
             chunk(tokens, positions, None, labels=labels).mean().backward()
 
 
 def gradients(
-    *, supernode_size: int, per_token: bool, wrong_factor: float = 1.0, options: dict[str, Any] | None = None
+    *,
+    supernode_size: int,
+    per_token: bool,
+    wrong_factor: float = 1.0,
+    options: dict[str, Any] | None = None,
+    micro_batches: int = MICRO_BATCHES,
 ) -> dict[str, float]:
     """By parameter, the largest difference of a gradient to that of Megatron's DDP, relative to its largest element."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -86,7 +91,7 @@ def gradients(
     stock = model(per_token=per_token)
     ddp = DistributedDataParallel(stock.config, DistributedDataParallelConfig(overlap_grad_reduce=True), stock)
     ddp.zero_grad_buffer()
-    backward(ddp, no_sync=ddp.no_sync)
+    backward(ddp, no_sync=ddp.no_sync, micro_batches=micro_batches)
     ddp.finish_grad_sync()
     ddp.scale_gradients(0.5)
     expected = {name: parameter.main_grad for name, parameter in stock.named_parameters()}
@@ -94,7 +99,7 @@ def gradients(
     mine = model(per_token=per_token)
     chunk = wrap(mine, supernode_size=supernode_size, **(options or {}))
     chunk.zero_grad_buffer()
-    backward(chunk, no_sync=chunk.config.no_sync_func)
+    backward(chunk, no_sync=chunk.config.no_sync_func, micro_batches=micro_batches)
     chunk.finish_grad_sync(force_all_reduce=False)
     chunk.scale_gradients(torch.tensor([0.5 * wrong_factor]))
     differences = {}
