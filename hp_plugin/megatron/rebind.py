@@ -1,4 +1,4 @@
-"""The names inside Megatron that this adapter replaces, as a table, and the code that swaps them in and out.
+"""Replaces the names of Megatron that `targets` lists, and puts them back.
 
 Two stages. The *argument* hooks are in place as soon as :func:`hp_plugin.megatron.install` has run, so that
 our flags exist. The *active* targets are replaced only once a job was parsed with ``--use-hyperfsdp``; without
@@ -13,100 +13,10 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from hp_plugin.errors import UnsupportedError
-
-Stage = Literal["arguments", "active"]
-Factory = Callable[[Any], Any]
-"""Takes the original object, returns its replacement. Called when the target is replaced, not before."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """One name inside Megatron that is replaced.
-
-    Attributes:
-        module: Module whose attribute is replaced.
-        attribute: The attribute of the module, by which its functions look the object up at call time.
-        parameters: Names that must be among the parameters of the original.
-        factory: ``module:function`` of the :data:`Factory` of the replacement.
-        purpose: What the replacement is for, in a few words.
-        stage: When it is replaced, see the module's documentation.
-    """
-
-    module: str
-    attribute: str
-    parameters: tuple[str, ...]
-    factory: str
-    purpose: str
-    stage: Stage = "active"
-
-    @property
-    def name(self) -> str:
-        """Full dotted name of what is replaced."""
-        return f"{self.module}.{self.attribute}"
-
-
-_HERE = "hp_plugin.megatron.rebind"
-_DDP_PARAMETERS = ("config", "ddp_config", "module", "disable_bucketing", "pg_collection")
-
-TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
-    (0, 19): (
-        Target(
-            "megatron.training.arguments",
-            "parse_args",
-            ("extra_args_provider", "ignore_unknown_args"),
-            "hp_plugin.megatron.installation:hook_parse_args",
-            "adds our flags and checks them",
-            "arguments",
-        ),
-        Target(
-            "megatron.training.models.dist_utils",
-            "DistributedDataParallel",
-            _DDP_PARAMETERS,
-            f"{_HERE}:data_parallel_selector",
-            "wraps the model that a model builder makes",
-        ),
-        Target(
-            "megatron.training.training",
-            "DDP",
-            _DDP_PARAMETERS,
-            f"{_HERE}:data_parallel_selector",
-            "wraps the model that a model_provider makes",
-        ),
-        Target(
-            "megatron.training.training",
-            "get_megatron_optimizer",
-            ("config", "model_chunks", "pg_collection"),
-            f"{_HERE}:optimizer_builder",
-            "builds the optimizer on sharded parameters",
-        ),
-        Target(
-            "megatron.training.training",
-            "save_checkpoint",
-            ("iteration", "model", "optimizer", "opt_param_scheduler"),
-            "hp_plugin.megatron.checkpoint_save:guard_save_checkpoint",
-            "leaves nothing half-written when a save fails",
-        ),
-        Target(
-            "megatron.training.training",
-            "calc_params_l2_norm",
-            ("model", "force_create_fp32_copy"),
-            "hp_plugin.megatron.grad_stats:replace_params_l2_norm",
-            "adds up the shards of all ranks for --log-params-norm",
-        ),
-        Target(
-            "megatron.training.training",
-            "train_step",
-            ("forward_step_func", "data_iterator", "model", "optimizer"),
-            "hp_plugin.megatron.step_report:report_steps",
-            "reports waits and bytes in the log and to TensorBoard",
-        ),
-    ),
-}
-"""Targets per release series of megatron-core."""
+from hp_plugin.megatron.targets import TABLES, Factory, Stage, Target
 
 
 class Rebinder:

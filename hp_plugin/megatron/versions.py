@@ -10,20 +10,43 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from hp_plugin.errors import UnsupportedError
 
-SUPPORTED = ((0, 19),)
-"""Release series of megatron-core whose names and signatures are in the table of ``rebind``."""
 
-MINIMUM_PYTHON = (3, 12)
-"""What the wheels of megatron-core 0.17 and newer require."""
+@dataclass(frozen=True)
+class Release:
+    """What there is to know about a release series before it is imported.
+
+    Attributes:
+        verified: The release of the series that the tests run.
+        python: Lowest Python that its wheel or source needs.
+        wheel_has_training: Whether the wheel holds megatron.training, or megatron.core only.
+    """
+
+    verified: str
+    python: tuple[int, int]
+    wheel_has_training: bool
+
+
+RELEASES = {
+    (0, 12): Release("0.12.1", (3, 10), wheel_has_training=False),
+    (0, 16): Release("0.16.1", (3, 10), wheel_has_training=False),
+    (0, 17): Release("0.17.1", (3, 12), wheel_has_training=True),
+    (0, 18): Release("0.18.2", (3, 12), wheel_has_training=True),
+    (0, 19): Release("0.19.2", (3, 12), wheel_has_training=True),
+}
+"""Release series of megatron-core whose names and signatures are in the table of ``targets``."""
+
+SUPPORTED = tuple(RELEASES)
 
 
 def supported_text() -> str:
-    """The supported series as people write them, for example ``0.19.x``."""
-    return ", ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
+    """The supported series as people write them, for example ``0.18.x and 0.19.x``."""
+    *others, last = (f"{major}.{minor}.x" for major, minor in SUPPORTED)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def megatron_version() -> str | None:
@@ -65,27 +88,32 @@ def check_megatron() -> str:
     version = megatron_version()
     here = ".".join(map(str, sys.version_info[:3]))
     if version is None:
-        need = "" if sys.version_info >= MINIMUM_PYTHON else f" and needs Python >= 3.12 (this is {here})"
         raise UnsupportedError(
             "Megatron-LM was not found: no module megatron.core can be imported. Install it with "
-            f'pip install "megatron-core[training]~=0.19.2"; hp_plugin supports {supported_text()}{need}.'
+            f'pip install "megatron-core[training]~=0.19.2" (Python >= 3.12; this is {here}), or put a checkout of '
+            f"Megatron-LM on PYTHONPATH; hp_plugin supports {supported_text()}."
         )
-    if series(version) not in SUPPORTED:
+    release = RELEASES.get(series(version))
+    if release is None:
         raise UnsupportedError(
             f"megatron-core {version} is installed, but this release of hp_plugin supports {supported_text()} only, "
             "because it rebinds names inside Megatron whose signatures it must know. "
-            'Install "megatron-core[training]~=0.19.2" (Python >= 3.12).'
+            "Install one of those, for example megatron-core 0.19.2."
         )
-    if sys.version_info < MINIMUM_PYTHON:
+    if sys.version_info < release.python:
         raise UnsupportedError(
-            f"megatron-core {version} needs Python >= 3.12, but this is Python {here}. "
+            f"megatron-core {version} needs Python >= {'.'.join(map(str, release.python))}, but this is Python {here}. "
             "Make an environment with a newer Python."
         )
     if not has_training():
+        advice = (
+            f'Install the wheel with its extra, pip install "megatron-core[training]=={version}", or put'
+            if release.wheel_has_training
+            else "The wheels of this series hold megatron.core only: put"
+        )
         raise UnsupportedError(
             f"megatron-core {version} is installed without the module megatron.training. "
-            'Install the wheel with its extra, pip install "megatron-core[training]~=0.19.2", '
-            "or put a checkout of Megatron-LM of the same version on PYTHONPATH."
+            f"{advice} a checkout of Megatron-LM of the same version on PYTHONPATH."
         )
     return version
 

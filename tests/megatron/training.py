@@ -7,6 +7,7 @@ which see what the log prints before it is rounded.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from dataclasses import dataclass, field
@@ -69,20 +70,10 @@ def _observe(run: Run, *, keep_weights: bool) -> None:
     import hp_plugin.megatron
 
     log, train_loop = training.training_log, training.train
+    signature = inspect.signature(log)
 
     def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        names = [
-            "total_loss_dict",
-            "learning_rate",
-            "iteration",
-            "loss_scale",
-            "report_memory_flag",
-            "skipped_iter",
-            "grad_norm",
-            "params_norm",
-            "num_zeros_in_grad",
-        ]
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        values = signature.bind(loss_dict, *args, **kwargs).arguments
         iteration = values["iteration"]
         if "lm loss" in loss_dict:
             run.losses[iteration] = float(loss_dict["lm loss"])
@@ -104,11 +95,12 @@ def _observe(run: Run, *, keep_weights: bool) -> None:
 
 def full_weights(chunks: list[Any]) -> dict[str, Any]:
     """Full weights of a rank's model chunks, without the prefixes of wrappers. Collective where they are sharded."""
-    from megatron.core.utils import unwrap_model
     from torch.distributed.tensor import DTensor
 
+    from hp_plugin.megatron.unwrapping import unwrapped
+
     weights = {}
-    for number, chunk in enumerate(unwrap_model(chunks)):
+    for number, chunk in enumerate(map(unwrapped, chunks)):
         for name, parameter in chunk.named_parameters():
             tensor = parameter.detach()
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -62,7 +62,11 @@ def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
     return __new__
 
 
+_NEWEST = (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms)
+
 STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
-    (0, 19): (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms),
+    (0, 17): _NEWEST,
+    (0, 18): _NEWEST,
+    (0, 19): _NEWEST,
 }
 """What each supported release needs, in order."""
