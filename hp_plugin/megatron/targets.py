@@ -1,8 +1,8 @@
 """The names inside Megatron that this adapter replaces, per release series, with what their signatures must contain.
 
 This is data; `rebind` acts on it. A module that has copied a function with ``from ... import`` keeps the copy, so
-every place by which Megatron looks a name up is a row of its own: to 0.17 `initialize` holds a copy of `parse_args`, and
-from 0.18 on `arguments` calls its own through `parse_and_validate_args`; from 0.18 on there are two places that
+every place by which Megatron looks a name up is a row of its own: up to 0.17 `initialize` has a copy of `parse_args`,
+and from 0.18 on `arguments` calls its own through `parse_and_validate_args`; from 0.18 on there are two places that
 choose the data-parallel class, one for a `model_provider` and one for a model builder.
 """
 
