@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hp_plugin.core.layout import is_shard, local_tensor
+from hp_plugin.megatron.differences import is_tensor_parallel_duplicate
 
 
 def sum_over_model(
@@ -92,9 +93,7 @@ def counted_once(parameter: torch.Tensor, tp_group: Any = None, expert_tp_group:
 
     if not param_is_not_shared(parameter):
         return False
-    if not tensor_parallel.param_is_not_tensor_parallel_duplicate(
-        parameter, tp_group=tp_group, expert_tp_group=expert_tp_group
-    ):
+    if is_tensor_parallel_duplicate(parameter, tp_group=tp_group, expert_tp_group=expert_tp_group):
         return False
     once_over_remat = getattr(tensor_parallel, "param_is_not_gtp_duplicate", None)
     return once_over_remat is None or once_over_remat(parameter)
@@ -124,14 +123,21 @@ def params_l2_norm(chunks: Sequence[Any]) -> float:
     """
     from megatron.core import parallel_state
 
+    from hp_plugin.megatron.data_parallel import is_expert
+
     tp_group = parallel_state.get_tensor_model_parallel_group()
-    parameters = [p for chunk in chunks for p in chunk.parameters() if counted_once(p, tp_group)]
-    total = sum_over_model(
-        list(zip(parameters, squared_norms(parameters))),
-        mesh=chunks[0].mesh,
-        model_parallel_group=parallel_state.get_model_parallel_group(),
-        device=chunks[0].device,
-    )
+    expert_tp_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    parameters = [p for chunk in chunks for p in chunk.parameters() if counted_once(p, tp_group, expert_tp_group)]
+    meshes = [(False, chunks[0].mesh, parallel_state.get_model_parallel_group())]
+    if chunks[0].expert_mesh is not None:
+        group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        meshes.append((True, chunks[0].expert_mesh, group))
+    total = torch.zeros((), device=chunks[0].device)
+    for of_experts, mesh, group in meshes:
+        part = [p for p in parameters if is_expert(p) == of_experts]
+        total = total + sum_over_model(
+            list(zip(part, squared_norms(part))), mesh=mesh, model_parallel_group=group, device=chunks[0].device
+        )
     return total.sqrt().item()
 
 

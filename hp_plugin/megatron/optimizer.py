@@ -31,21 +31,20 @@ def build_optimizer(stock_get_megatron_optimizer: Callable[..., Any], *args: Any
         UnsupportedError: `config.optimizer` is neither `adam` nor `sgd`, or the optimizer state would not be plain
             fp32 on the device.
     """
-    from hp_plugin.megatron.shard_optimizer import ShardOptimizer
-
+    from hp_plugin.megatron.chained_shards import ChainedShardOptimizer
     config, chunks, args, kwargs = _take_config(args, kwargs)
-    _refuse(config)
+    muon = muon_options()
+    on_shards = all(hasattr(chunk, "mesh") for chunk in chunks)
+    if not on_shards and muon is None:
+        return stock_get_megatron_optimizer(config, chunks, *args, **kwargs)
+    _refuse(config, "--use-hyperfsdp" if muon is None else "--use-hypermuon")
     # Shards are fp32 whatever the compute dtype is, so stock is asked for its fp32 optimizer.
     plain = copy.copy(config)
     plain.bf16 = plain.fp16 = False
     stock = stock_get_megatron_optimizer(plain, chunks, *args, **kwargs)
-    parts = getattr(stock, "chained_optimizers", [stock])
-    if len(parts) != 1:
-        raise UnsupportedError(
-            f"Megatron made {len(parts)} optimizers for this model, one of them for expert parameters; only models "
-            "whose parameters all belong to the dense data-parallel group are supported."
-        )
-    return ShardOptimizer.from_stock(parts[0], config, model_chunks=chunks)
+    stock_parts = getattr(stock, "chained_optimizers", [stock])  # dense parameters, then those of experts
+    parts = [ShardOptimizer.from_stock(part, config, model_chunks=chunks) for part in stock_parts]
+    return parts[0] if len(parts) == 1 else ChainedShardOptimizer(parts)
 
 
 def _take_config(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], tuple[Any, ...], dict[str, Any]]:

@@ -7,7 +7,7 @@ cast happens when a unit is gathered. Gradients arrive reduced, in fp32, as the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import optimizer as stock_optimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.optim import HyperAdamW
@@ -25,7 +26,9 @@ from hp_plugin.megatron.grad_stats import counted_once, squared_norms, sum_over_
 
 
 class ShardOptimizer(MegatronOptimizer):
-    """Steps the shards of this rank; norm, clipping and zero count are over the whole model.
+    """Steps the shards of this rank; norm, clipping and zero count are over all ranks.
+
+    It has the parameters of one mesh. Under expert parallelism there are two, chained by `chained_shards`.
 
     Args:
         optimizer: Element-wise torch optimizer over `masters`; None on a rank that has no parameter group at all.
@@ -35,6 +38,8 @@ class ShardOptimizer(MegatronOptimizer):
         masters: What the optimizer updates for each of them: the parameter itself, or a plain alias of its shard.
         model_parallel_group: Ranks over which statistics are summed beside the data-parallel mesh.
         tp_group: Tensor-parallel group, to leave out duplicates.
+        expert_tp_group: The same for experts.
+        mesh: Mesh of all parameters; that of the chunks if None.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class ShardOptimizer(MegatronOptimizer):
         masters: list[torch.nn.Parameter],
         model_parallel_group: dist.ProcessGroup,
         tp_group: dist.ProcessGroup,
+        expert_tp_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(optimizer, config)
         self.is_stub_optimizer = optimizer is None
@@ -55,18 +62,21 @@ class ShardOptimizer(MegatronOptimizer):
         self.masters = masters
         self.grad_stats_parallel_group = model_parallel_group
         self.tp_group = tp_group
-        self.mesh = model_chunks[0].mesh
+        self.expert_tp_group = expert_tp_group
+        self.mesh: DeviceMesh = model_chunks[0].mesh if mesh is None else mesh
         self.device = model_chunks[0].device
         self.grad_scaler = _grad_scaler(config)
         self.grad_norms_by_group: dict[str, float] = {}
         self._one = torch.ones(1, dtype=torch.float32, device=self.device)
-        self._separate_norms = self._separate_norm_groups()
+        self.separate_norms = self._separate_norm_groups()
 
     @classmethod
     def from_stock(cls, stock: Any, config: Any, *, model_chunks: list[Any]) -> ShardOptimizer:
         """Take groups and process groups from the optimizer that stock built; discard the rest of it."""
         base = stock.optimizer
         groups = [] if base is None else base.param_groups
+        # Stock lists the groups of all ranks on every rank, so a stage without experts knows them too.
+        has_experts = any(group.get("is_expert_parallel", False) for group in groups)
         parameters = [parameter for group in groups for parameter in group["params"]]
         optimizer: torch.optim.Optimizer | None = None
         masters: list[torch.nn.Parameter] = []
@@ -87,6 +97,8 @@ class ShardOptimizer(MegatronOptimizer):
             masters=masters,
             model_parallel_group=stock.grad_stats_parallel_group,
             tp_group=stock.tp_group,
+            expert_tp_group=getattr(stock, "expert_tp_group", None),
+            mesh=model_chunks[0].expert_mesh if has_experts else model_chunks[0].mesh,
         )
 
     # ---------------------------------------------------------------- gradients
@@ -113,45 +125,68 @@ class ShardOptimizer(MegatronOptimizer):
         """
         if self.grad_scaler is None:
             return False
-        with self._timed("optimizer-unscale-and-check-inf"):
+        found_inf = self.unscale()
+        self.grad_scaler.update(found_inf)
+        return found_inf
+
+    @torch.no_grad()
+    def unscale(self) -> bool:
+        """Undo the loss scale, which there must be. Returns whether some gradient on any rank is not finite.
+
+        Every rank must call.
+        """
+        with _timed(self.config, "optimizer-unscale-and-check-inf"):
             found = torch.zeros(1, dtype=torch.float32, device=self.device)
             gradients = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
             if gradients:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.grad_scaler.inv_scale)
-            for axis in self.mesh.mesh_dim_names:
+            for axis in range(self.mesh.ndim):
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.get_grad_stats_parallel_group())
-            found_inf = found.item() > 0
-        self.grad_scaler.update(found_inf)
-        return found_inf
+            return found.item() > 0
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Gradients, as DTensors, that this rank contributes to a norm; see :meth:`_norm`."""
-        counted = (p.grad for p in self.parameters if self._counts(p) and _norm_group(p) == grad_norm_group)
+        """Gradients, as DTensors, that this rank contributes to a norm; see :meth:`norm_of`."""
+        counted = (p.grad for p in self.parameters if _norm_group(p) == grad_norm_group and self._counts(p))
         return [gradient for gradient in counted if gradient is not None]
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
         """2-norm of the gradients of the whole model. Every rank must call."""
-        return self._norm(None)
+        return self.norm_of(None)
 
     @torch.no_grad()
     def count_zeros(self) -> float:
         """Number of zeros in the gradients of the whole model. Every rank must call."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None and counted_once(p, self.tp_group)]
+        gradients = [p.grad for p in self.parameters if p.grad is not None and self._counts(p)]
         counts = list(zip(gradients, zero_counts(gradients)))
         return self._sum(counts, dtype=torch.int64).item()
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Scale gradients so that their norm is at most `clip_grad`; returns the norm before. Every rank must call."""
-        norm = self._norm(None)
+        norm = self.norm_of(None)
         self._compute_grad_norms_by_group()
         if clip_grad > 0.0:
-            self._clip(None, clip_grad, norm)
-            for group, its_norm in self.grad_norms_by_group.items():
-                self._clip(group, clip_grad, its_norm)
+            self.clip_to({**self.grad_norms_by_group, None: norm}, clip_grad)
         return norm
+
+    @torch.no_grad()
+    def norm_of(self, group: str | None) -> float:
+        """2-norm of the gradients of a group with a norm of its own; None: of all others. Every rank must call."""
+        gradients = self.get_grads_for_grad_norm(group)
+        return self._sum(list(zip(gradients, squared_norms(gradients)))).sqrt().item()
+
+    @torch.no_grad()
+    def clip_to(self, norms: Mapping[Any, float], clip_grad: float) -> None:
+        """Scale the gradients of each group so that a norm of `norms[group]` becomes at most `clip_grad`. Local."""
+        for group, norm in norms.items():
+            coefficient = clip_grad / (norm + 1.0e-6)
+            gradients = [
+                local_tensor(p.grad) for p in self.parameters if p.grad is not None and _norm_group(p) == group
+            ]
+            if coefficient < 1.0 and gradients:
+                torch._foreach_mul_(gradients, coefficient)
 
     # ---------------------------------------------------------------- the step
 
@@ -163,24 +198,14 @@ class ShardOptimizer(MegatronOptimizer):
             Whether an update was made; the gradient norm before clipping; the number of zeros in the gradients, if
             `config.log_num_zeros_in_grad`. After an overflow under a loss scale: False, None, None.
         """
-        self.grad_norms_by_group = {}
-        if self.prepare_grads():
-            return False, None, None
-        with self._timed("optimizer-clip-main-grad"):
-            norm = self.clip_grad_norm(self.config.clip_grad)
-        with self._timed("optimizer-count-zeros"):
-            zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
-        if math.isfinite(threshold) and norm > threshold:
-            return False, norm, zeros
-        return self.step_with_ready_grads(), norm, zeros
+        return take_step(self)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update the shards with the gradients as they are; always True."""
         if self.optimizer is None:
             return True
-        with self._timed("optimizer-inner-step"):
+        with _timed(self.config, "optimizer-inner-step"):
             for parameter, master in zip(self.parameters, self.masters):
                 if master is not parameter:
                     # The shard may have moved since; an alias must never be stale.
@@ -224,11 +249,7 @@ class ShardOptimizer(MegatronOptimizer):
     # ---------------------------------------------------------------- internals
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
-        return parameter.grad is not None and counted_once(parameter, self.tp_group)
-
-    def _norm(self, group: str | None) -> float:
-        gradients = self.get_grads_for_grad_norm(group)
-        return self._sum(list(zip(gradients, squared_norms(gradients)))).sqrt().item()
+        return counted_once(parameter, self.tp_group, self.expert_tp_group)
 
     def _sum(self, parts: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return sum_over_model(
@@ -240,14 +261,8 @@ class ShardOptimizer(MegatronOptimizer):
         )
 
     def _compute_grad_norms_by_group(self) -> dict[str, float]:
-        self.grad_norms_by_group = {group: self._norm(group) for group in self._separate_norms}
+        self.grad_norms_by_group = {group: self.norm_of(group) for group in self.separate_norms}
         return self.grad_norms_by_group
-
-    def _clip(self, group: str | None, clip_grad: float, norm: float) -> None:
-        coefficient = clip_grad / (norm + 1.0e-6)
-        gradients = [local_tensor(p.grad) for p in self.parameters if p.grad is not None and _norm_group(p) == group]
-        if coefficient < 1.0 and gradients:
-            torch._foreach_mul_(gradients, coefficient)
 
     def _separate_norm_groups(self) -> list[str]:
         """Names of parameter groups with a norm of their own that exist anywhere in the model. Every rank calls."""
@@ -259,14 +274,31 @@ class ShardOptimizer(MegatronOptimizer):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.get_grad_stats_parallel_group())
         return [name for name, flag in zip(names, flags.tolist()) if flag]
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        timers = self.config.timers
-        if timers is not None:
-            timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        yield
-        if timers is not None:
-            timers(name).stop()
+
+def take_step(optimizer: Any) -> tuple[bool, float | None, float | None]:
+    """One step of a :class:`ShardOptimizer`, or of several as one; see :meth:`ShardOptimizer.step`."""
+    config = optimizer.config
+    optimizer.grad_norms_by_group = {}
+    if optimizer.prepare_grads():
+        return False, None, None
+    with _timed(config, "optimizer-clip-main-grad"):
+        norm = optimizer.clip_grad_norm(config.clip_grad)
+    with _timed(config, "optimizer-count-zeros"):
+        zeros = optimizer.count_zeros() if config.log_num_zeros_in_grad else None
+    threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
+    if math.isfinite(threshold) and norm > threshold:
+        return False, norm, zeros
+    return optimizer.step_with_ready_grads(), norm, zeros
+
+
+@contextmanager
+def _timed(config: Any, name: str) -> Iterator[None]:
+    timers = config.timers
+    if timers is not None:
+        timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if timers is not None:
+        timers(name).stop()
 
 
 def _norm_group(parameter: torch.nn.Parameter) -> str | None:

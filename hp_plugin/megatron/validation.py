@@ -49,7 +49,6 @@ def _other_than(*allowed: object) -> Callable[[object], bool]:
 
 _OWN_SHARDING = "HyperFSDP shards parameters, gradients and optimizer states itself; remove the flag"
 _OWN_BUCKETS = "it configures the buckets of Megatron's DDP, which HyperFSDP does not have; remove the flag"
-_NO_EXPERTS = "expert parallelism is not supported in this release; use --expert-model-parallel-size 1"
 _NO_GRAPHS = "CUDA graphs cannot capture parameters that are gathered and freed; use --cuda-graph-impl none"
 _NOT_VERIFIED = "the combination has not been verified in this release; remove the flag or use --bf16"
 
@@ -83,18 +82,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         "offloading is not available in this release; remove the flag",
     ),
     Conflict("--optimizer-cuda-graph", "optimizer_cuda_graph", _is_on, _NO_GRAPHS),
-    Conflict("--expert-model-parallel-size", "expert_model_parallel_size", _above_one, _NO_EXPERTS),
-    Conflict(
-        "--context-parallel-size",
-        "context_parallel_size",
-        _above_one,
-        "context parallelism is not supported in this release; use --context-parallel-size 1",
-    ),
     Conflict(
         "--hybrid-context-parallel",
         "hybrid_context_parallel",
         _is_on,
-        "context parallelism is not supported in this release; remove the flag",
+        "groups of context parallelism that change with the batch have not been verified; remove the flag",
     ),
     Conflict("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards", _given, _OWN_SHARDING),
     Conflict("--fp8-param-gather", "fp8_param_gather", _is_on, "shards are kept in fp32; remove the flag"),

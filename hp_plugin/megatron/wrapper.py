@@ -9,26 +9,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import unwrap_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
 from hp_plugin.core.fsdp.counters import Counters
 from hp_plugin.core.layout import local_tensor
-from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import checkpoint, finalize, reporting
 from hp_plugin.megatron.data_parallel import (
     WrapperOptions,
     compute_dtype,
+    expert_modules,
+    is_expert,
     is_first_chunk,
     options_from_arguments,
     unit_modules,
 )
+from hp_plugin.megatron.meshes import (
+    Meshes,
+    data_parallel_group,
+    expert_data_parallel_group,
+    expert_reshard,
+    make_meshes,
+)
+from hp_plugin.megatron.differences import unwrapped
 
 
 class HyperFSDP(TorchFullyShardedDataParallel):
@@ -66,15 +73,20 @@ class HyperFSDP(TorchFullyShardedDataParallel):
         self.ddp_config = ddp_config
         self.force_all_reduce = False
         self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
-        model = unwrap_model(module)
+        model = unwrapped(module)
         self.device = _device(model)
-        self.process_group = _data_parallel_group(pg_collection)
+        self.process_group = data_parallel_group(pg_collection)
         first = _first_chunk(config, model)
-        self.mesh: DeviceMesh = first.mesh if first is not None else _mesh(self.process_group, options, self.device)
+        self.meshes: Meshes = (
+            make_meshes(config, pg_collection, options, self.device) if first is None else first.meshes
+        )
         self.device_mesh = self.mesh
         self.compute_dtype = compute_dtype(list(model.named_parameters()), config.params_dtype)
         if options.random_init:
-            _broadcast(model.parameters(), self.process_group)
+            _broadcast([p for p in model.parameters() if not is_expert(p)], self.process_group)
+            if self.expert_mesh is not None:
+                experts = [p for p in model.parameters() if is_expert(p)]
+                _broadcast(experts, expert_data_parallel_group(pg_collection))
         self._shard(model, options)
         self._set_no_sync_func(first)
         model.sharded_state_dict = partial(checkpoint.sharded_state_dict, model, dtype=self.compute_dtype)
@@ -82,7 +94,17 @@ class HyperFSDP(TorchFullyShardedDataParallel):
     @property
     def _root(self) -> Any:
         """The model inside all wrappers, which is the root unit. Not an attribute, which would be a second child."""
-        return unwrap_model(self.module)
+        return unwrapped(self.module)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all parameters but those of experts under expert parallelism."""
+        return self.meshes.dense
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The mesh of the parameters of experts; None where :attr:`mesh` is theirs too."""
+        return self.meshes.expert
 
     # ---------------------------------------------------------------- construction
 
@@ -109,12 +131,17 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             prefetch=options.prefetch,
         )
         reporting.show_log()
+        if self.expert_mesh is not None:
+            reshard = expert_reshard(options.reshard_after_forward, self.expert_mesh.size(-1))
+            for unit in expert_modules(model):
+                fully_shard(unit, reshard_after_forward=reshard, **{**settings, "mesh": self.expert_mesh})
         for unit in unit_modules(model, lambda module: isinstance(module, TransformerLayer)):
             fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **settings)
         fully_shard(model, **settings)
-        if self.config.calculate_per_token_loss:
-            # The loss is a sum over tokens; finalize_model_grads divides by the number of tokens of all ranks.
-            self._root.set_gradient_divide_factor(1.0)
+        # Experts see the tokens of all data-parallel ranks, so their gradients are means over as many ranks as all
+        # others, though they are added up over fewer. Where the loss is a sum over tokens, finalize_model_grads divides
+        # by the number of tokens of all ranks.
+        self._root.set_gradient_divide_factor(1.0 if self.config.calculate_per_token_loss else float(self.mesh.size()))
 
     def _set_no_sync_func(self, first: HyperFSDP | None) -> None:
         if self.config.virtual_pipeline_model_parallel_size is None:
@@ -180,9 +207,10 @@ class HyperFSDP(TorchFullyShardedDataParallel):
         With `--data-parallel-random-init` the constructor has already spread the weights of data-parallel rank 0, so
         that a model is initialised as by stock Megatron.
         """
-        names = self.mesh.mesh_dim_names or ()
-        for name in names[:-1]:
-            _broadcast([local_tensor(p) for p in self.module.parameters()], self.mesh.get_group(name))
+        for mesh in filter(None, self.meshes):
+            shards = [local_tensor(p) for p in self.module.parameters() if p.device_mesh is mesh]
+            for axis in range(mesh.ndim - 1):
+                _broadcast(shards, mesh.get_group(axis))
 
     def counters(self) -> Counters:
         """What the engine did for this chunk and for what it waited; a live object."""
@@ -213,26 +241,10 @@ def _device(model: torch.nn.Module) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _data_parallel_group(pg_collection: Any) -> dist.ProcessGroup:
-    group = getattr(pg_collection, "dp_cp", None)
-    return parallel_state.get_data_parallel_group(with_context_parallel=True) if group is None else group
-
-
-def _mesh(group: dist.ProcessGroup, options: WrapperOptions, device: torch.device) -> DeviceMesh:
-    topology = Topology.detect(options.supernode_size)
-    return mesh_from_group(
-        group,
-        topology,
-        shard_size=options.shard_size,
-        device_type=device.type,
-        allow_cross_supernode=options.shard_size == "world",
-    )
-
-
 def _first_chunk(config: Any, model: torch.nn.Module) -> HyperFSDP | None:
     """The chunk of this interleaved pipeline that was wrapped first, None for the first one itself.
 
-    Chunks share their configuration, and through it a list of `no_sync` methods. Its mesh serves all of them, so that
+    Chunks share their configuration, and through it a list of `no_sync` methods. Its meshes serve all of them, so that
     process groups are made once.
     """
     entries = config.no_sync_func if isinstance(config.no_sync_func, list) else []

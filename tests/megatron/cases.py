@@ -113,7 +113,10 @@ class Job:
         object.__setattr__(self, "our_arguments", (*self.stock_arguments, "--use-hyperfsdp", *self.ours.split()))
 
 
-_MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
+_ROUTED = "--num-experts 4 --moe-router-topk 2"
+_MOE = f"{_ROUTED} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
+_EP = "--expert-model-parallel-size 2"
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _TP, _PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 JOBS = (
@@ -145,13 +148,56 @@ JOBS = (
     Job("experts", _MOE, full=True),
     Job("experts-tp2-sequence-parallel", f"{_MOE} {_TP} --sequence-parallel", full=True),
     Job("experts-pp2", f"{_MOE} {_PP}", full=True),
+    # Experts are sharded over the ranks that hold the same ones: 2 of 4, or none but the rank itself.
+    Job("ep2", f"{_MOE} {_EP}"),
+    Job("ep2-supernodes-of-1", f"{_MOE} {_EP}", ours="--hyperfsdp-supernode-size 1", full=True),
+    Job("ep2-supernodes-of-4", f"{_MOE} {_EP}", ours="--hyperfsdp-supernode-size 4", full=True),
+    Job("ep2-shards-of-2", f"{_MOE} {_EP}", ours="--hyperfsdp-supernode-size 4 --hyperfsdp-shard-size 2", full=True),
+    Job(
+        "ep2-shard-over-the-world",
+        f"{_MOE} {_EP}",
+        ours="--hyperfsdp-supernode-size 2 --hyperfsdp-shard-size world",
+        full=True,
+    ),
+    Job(
+        "ep2-collectives",
+        f"{_MOE} {_EP}",
+        ours="--hyperfsdp-supernode-size 4 --hyperfsdp-transport c10d --hyperfsdp-reshard-after-forward 2",
+        full=True,
+    ),
+    Job("ep4", f"{_MOE} --expert-model-parallel-size 4", full=True),
+    Job(
+        "ep4-supernodes-of-4",
+        f"{_MOE} --expert-model-parallel-size 4",
+        ours="--hyperfsdp-supernode-size 4",
+        full=True,
+    ),
+    Job("ep2-pp2", f"{_MOE} {_EP} {_PP}", full=True),
+    Job("ep2-pp2-interleaved", f"{_MOE} {_EP} {_PP} --num-layers-per-virtual-pipeline-stage 1", full=True),
+    Job("ep2-tp2-sequence-parallel", f"{_MOE} {_EP} {_TP} --sequence-parallel", full=True),
+    Job(
+        "ep2-tp2-whole-experts",
+        f"{_MOE} {_EP} {_TP} --sequence-parallel --expert-tensor-parallel-size 1",
+        full=True,
+    ),
+    Job("ep1-tp2-whole-experts", f"{_MOE} {_TP} --sequence-parallel --expert-tensor-parallel-size 1", full=True),
+    Job("ep2-allgather", f"{_ROUTED} --moe-token-dispatcher-type allgather {_EP}", full=True),
+    Job("ep2-shared-experts", f"{_MOE} {_EP} --moe-shared-expert-intermediate-size 64", full=True),
+    Job("ep2-per-token-loss", f"{_MOE} {_EP} --calculate-per-token-loss", full=True),
+    Job("ep2-three-micro-batches", f"{_MOE} {_EP} --global-batch-size 24", full=True),
+    Job("ep2-swiglu-clipping-bites", f"{_MOE} {_EP} --swiglu --clip-grad 0.1", full=True),
+    Job("ep2-recompute-full", f"{_MOE} {_EP} {_RECOMPUTE}", full=True),
+    Job("ep2-zeros-and-parameter-norm", f"{_MOE} {_EP} --log-num-zeros-in-grad --log-params-norm", full=True),
+    Job("ep2-random-init", f"{_MOE} {_EP} --data-parallel-random-init", full=True),
+    Job("ep2-bf16", f"{_MOE} {_EP} --bf16", tolerance=BF16_TOLERANCE, norm_tolerance=BF16_NORM_TOLERANCE, full=True),
+    Job("ep2-bf16-two-ranks-unclipped", f"{_MOE} {_EP} --bf16 --clip-grad 0", ranks=2, full=True),
     Job("bf16-reduce", "--bf16 --grad-reduce-in-bf16", tolerance=5e-3, norm_tolerance=1e-2, full=True),
     Job("per-token-loss", "--calculate-per-token-loss"),
     Job("per-token-loss-pp2", f"--calculate-per-token-loss {_PP}", full=True),
     Job("swiglu", "--swiglu"),
     Job("untied-embeddings", "--untie-embeddings-and-output-weights"),
     Job("untied-pp2", f"--untie-embeddings-and-output-weights {_PP}", full=True),
-    Job("recompute-full", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    Job("recompute-full", _RECOMPUTE),
     Job("recompute-selective", "--recompute-granularity selective", full=True),
     Job("three-micro-batches", "--global-batch-size 24"),
     Job("three-micro-batches-pp2", f"--global-batch-size 24 {_PP}", full=True),

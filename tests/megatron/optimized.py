@@ -11,6 +11,8 @@ import torch.distributed as dist
 from tests.megatron.wrapped import backward, model, start, wrap
 
 STEPS = 3
+_SIZES = {"expert_parallel": "expert_model_parallel_size", "context_parallel": "context_parallel_size"}
+"""Of the model's configuration, by the argument of `start`."""
 
 
 def optimizer_config(**options: Any) -> Any:
@@ -92,8 +94,9 @@ def compare(
 ) -> dict[str, float]:
     """Largest relative differences of norms, zero counts and weights after three steps, and whether all succeeded."""
     start(**(parallel or {}))
+    sizes = {_SIZES[name]: size for name, size in (parallel or {}).items() if name in _SIZES}
     (stock, theirs), (ours, mine) = both(
-        supernode_size=supernode_size, options=options, model_options=dict(model_options or {})
+        supernode_size=supernode_size, options=options, model_options={**sizes, **(model_options or {})}
     )
     expected, found = take_steps(stock, theirs), take_steps(ours, mine)
     norms = [abs(b[1] - a[1]) / a[1] if a[1] else float(b[1] != a[1]) for a, b in zip(expected, found, strict=True)]
@@ -159,6 +162,27 @@ def overflow() -> dict[str, Any]:
         "returned": returned,
         "unmoved": all(torch.equal(a, p._local_tensor) for a, p in zip(before, ours.parameters(), strict=True)),
         "scale": mine.get_loss_scale().item() / scale,
+    }
+
+
+def overflow_of_experts() -> dict[str, Any]:
+    """The same where rank 1 alone finds an infinity, in the gradient of one of its experts."""
+    start(expert_parallel=2)
+    options = {"fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 1, "loss_scale_window": 100}
+    experts = {"num_moe_experts": 2, "moe_router_topk": 1, "expert_model_parallel_size": 2}
+    _, (ours, mine) = both(supernode_size=2, options=options, model_options={"fp16": True, **experts})
+    before = [parameter._local_tensor.clone() for parameter in ours.parameters()]
+    ours.zero_grad_buffer()
+    backward(_Scaled(ours, 1024.0), no_sync=ours.no_sync)
+    ours.finish_grad_sync()
+    if dist.get_rank() == 1:
+        expert = next(parameter for name, parameter in ours.named_parameters() if "local_experts" in name)
+        expert.main_grad[0, 0] = float("inf")
+    returned = mine.step()
+    return {
+        "returned": returned,
+        "unmoved": all(torch.equal(a, p._local_tensor) for a, p in zip(before, ours.parameters(), strict=True)),
+        "scales": [part.get_loss_scale().item() / 1024.0 for part in mine.parts],
     }
 
 

@@ -211,6 +211,9 @@ class TestMegatronArguments:
     def test_a_plain_job_is_accepted(self) -> None:
         validation.check_megatron_arguments(megatron_arguments())
 
+    def test_expert_and_context_parallelism_are_accepted(self) -> None:
+        validation.check_megatron_arguments(megatron_arguments(expert_model_parallel_size=4, context_parallel_size=2))
+
     @pytest.mark.parametrize(
         ("change", "flag"),
         [
@@ -220,8 +223,6 @@ class TestMegatronArguments:
             ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
             ({"optimizer": "muon"}, "--optimizer muon"),
             ({"optimizer": "dist_muon"}, "--optimizer dist_muon"),
-            ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
-            ({"context_parallel_size": 2}, "--context-parallel-size 2"),
             ({"fp8_param_gather": True}, "--fp8-param-gather"),
             ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
             ({"ckpt_format": "torch"}, "--ckpt-format torch"),
@@ -235,8 +236,8 @@ class TestMegatronArguments:
         assert str(refusal.value).startswith(f"--use-hyperfsdp cannot be combined with {flag} (")
 
     def test_all_conflicts_are_told_at_once(self) -> None:
-        with pytest.raises(UnsupportedError, match=r"--context-parallel-size 2 .*--ckpt-format torch") as refusal:
-            validation.check_megatron_arguments(megatron_arguments(context_parallel_size=2, ckpt_format="torch"))
+        with pytest.raises(UnsupportedError, match=r"--use-torch-fsdp2 .*--ckpt-format torch") as refusal:
+            validation.check_megatron_arguments(megatron_arguments(use_torch_fsdp2=True, ckpt_format="torch"))
         assert "\n" not in str(refusal.value)
 
     def test_fused_accumulation_is_switched_off_and_told(self) -> None:

@@ -60,6 +60,44 @@ def test_norms_are_right_beside_tensor_parallelism():
     assert all(result["norm"] < 2e-6 and result["zeros"] == 0 for result in found), found
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "supernode_size", "options", "parallel"),
+    [
+        pytest.param(2, 2, {}, {"expert_parallel": 2}, id="ep2"),
+        pytest.param(4, 4, {}, {"expert_parallel": 2}, id="ep2-shards-of-2", marks=pytest.mark.full),
+        pytest.param(4, 2, {}, {"expert_parallel": 2}, id="ep2-replicas", marks=pytest.mark.full),
+        pytest.param(
+            2, 2, {"fp16": True, "loss_scale": 128.0}, {"expert_parallel": 2}, id="ep2-fp16", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_experts_on_a_mesh_of_their_own_count_once_in_norms_and_zeros(ranks, supernode_size, options, parallel):
+    model_options = {**EXPERTS, "fp16": options.get("fp16", False)}
+    tolerance = 1e-4 if options else 2e-6
+    for found in run(
+        ranks,
+        optimized.compare,
+        supernode_size=supernode_size,
+        options=options,
+        parallel=parallel,
+        model_options=model_options,
+    ):
+        print(found)
+        assert found["steps made"] == optimized.STEPS
+        assert found["smallest norm"] > 0.5, "clipping must bite for the test to see it"
+        assert found["norm"] < tolerance
+        assert found["weight"] < 100 * tolerance
+        assert found["zeros"] == 0 or options
+
+
+def test_an_overflow_in_the_experts_alone_lowers_the_one_loss_scale():
+    for found in run(2, optimized.overflow_of_experts):
+        assert found == {"returned": (False, None, None), "unmoved": True, "scales": [0.5, 0.5]}
+
+
 @pytest.mark.parametrize(
     ("ranks", "supernode_size", "tensor_parallel"),
     [
@@ -129,9 +167,3 @@ def config(**options: Any) -> SimpleNamespace:
 def test_other_optimizers_are_refused_by_name(options, message):
     with pytest.raises(UnsupportedError, match=message):
         build_optimizer(lambda *_: None, config(**options), [SimpleNamespace()])
-
-
-def test_a_second_optimizer_for_experts_is_refused():
-    stock = SimpleNamespace(chained_optimizers=[SimpleNamespace(), SimpleNamespace()])
-    with pytest.raises(UnsupportedError, match="expert parameters"):
-        build_optimizer(lambda *_, **__: stock, config=config(), model_chunks=[SimpleNamespace()])

@@ -13,13 +13,26 @@ from tests.support import init_gloo
 VOCABULARY, LENGTH, BATCH, MICRO_BATCHES = 32, 8, 2, 3
 
 
-def start(*, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
+def start(
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int | None = None,
+) -> None:
     """Process groups and random state, as Megatron's initialisation makes them."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     init_gloo()
-    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_parallel,
+        pipeline_parallel,
+        context_parallel_size=context_parallel,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=expert_tensor_parallel,
+    )
     model_parallel_cuda_manual_seed(7)
 
 
@@ -44,7 +57,7 @@ def model(*, seed: int = 7, tied: bool = True, per_token: bool = False, **option
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=tied,
