@@ -1,8 +1,8 @@
-"""The command line of the adapter: ``--use-hyperfsdp``, ``--hyperfsdp-*`` and ``--hyperfsdp-config FILE``.
+"""The command line of the adapter: ``--use-hyperfsdp``, ``--use-hypermuon``, their options, and a file of options.
 
 One pydantic schema, :class:`HyperFSDPOptions`, is the source of the flags, of the keys of the YAML file and of
-what the data-parallel class reads. A value given on the command line wins over the file, the file over the
-default. Values that a later release will build are refused here by name, never ignored.
+what the data-parallel class reads; that of Muon is in `muon_flags`. A value given on the command line wins over the
+file, the file over the default. Values that a later release will build are refused here by name, never ignored.
 
 After :func:`resolve` the options live on Megatron's own argument namespace as plain strings, numbers and
 booleans, because Megatron pickles that namespace into checkpoints that must load without this package.
@@ -11,19 +11,21 @@ booleans, because Megatron pickles that namespace into checkpoints that must loa
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.megatron import muon_flags, schema
 
 PREFIX = "--hyperfsdp-"
-MUON_PREFIX = "--hypermuon-"
+MUON_PREFIX = muon_flags.PREFIX
+MUON_SECTION = "hypermuon"
+"""Key of the options of Muon in a file."""
+
 DEVICE_VARIABLE = "HP_DEVICE"
 """Environment variable read where ``--hyperfsdp-device`` is not given: ``cpu`` asks for the CPU compatibility layer."""
 
@@ -97,7 +99,7 @@ class HyperFSDPOptions(BaseModel):
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> HyperFSDPOptions:
         """Read the options back from Megatron's arguments, where :func:`resolve` put them."""
-        return cls(**{name: getattr(args, f"hyperfsdp_{name}") for name in cls.model_fields})
+        return schema.read_back(args, cls, PREFIX)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -108,93 +110,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="wrap the model in topology-aware fully sharded data parallelism (hp_plugin)",
     )
-    group.add_argument("--use-hypermuon", action="store_true", help="not available yet")
     group.add_argument(
         PREFIX + "config",
         metavar="FILE",
         default=None,
-        help="YAML file with any of the options below; the command line wins",
+        help="YAML file with any of the options below, those of Muon under hypermuon; the command line wins",
     )
-    for name, field in HyperFSDPOptions.model_fields.items():
-        # A bare boolean flag means true; everything else takes a value.
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-        help_text = f"{field.description} ({field.title}; default: {_text(field.default)})"
-        group.add_argument(
-            flag_of(name),
-            dest=f"hyperfsdp_{name}",
-            metavar="VALUE",
-            default=None,
-            help=help_text.replace("%", "%%"),
-            **bare,
-        )
+    schema.add_flags(group, HyperFSDPOptions, PREFIX)
+    muon = parser.add_argument_group(title="hypermuon")
+    muon.add_argument(
+        "--use-hypermuon",
+        action="store_true",
+        help="train hidden matrices with Muon, distributed by layout, and the rest with AdamW (hp_plugin); with or "
+        "without --use-hyperfsdp",
+    )
+    schema.add_flags(muon, muon_flags.HyperMuonOptions, MUON_PREFIX)
     return parser
 
 
 def flag_of(name: str) -> str:
     """``supernode_size`` -> ``--hyperfsdp-supernode-size``."""
-    return PREFIX + name.replace("_", "-")
+    return schema.flag_of(PREFIX, name)
 
 
 def check_spelling(argv: Sequence[str]) -> None:
     """Refuse a flag that begins like one of ours and is none, before argparse reports or drops it.
 
     Raises:
-        ConfigurationError: An unknown ``--hyperfsdp-*`` flag, with the nearest known one.
-        UnsupportedError: Any ``--hypermuon-*`` flag.
+        ConfigurationError: An unknown ``--hyperfsdp-*`` or ``--hypermuon-*`` flag, with the nearest known one.
     """
-    known = [flag_of(name) for name in HyperFSDPOptions.model_fields] + [PREFIX + "config"]
+    known = {
+        PREFIX: [*map(flag_of, HyperFSDPOptions.model_fields), PREFIX + "config"],
+        MUON_PREFIX: [*map(muon_flags.flag_of, muon_flags.HyperMuonOptions.model_fields)],
+    }
     for word in argv:
         flag = word.split("=", 1)[0]
-        if flag.startswith(MUON_PREFIX):
-            raise UnsupportedError(f"{flag} is not available in this release; {_MUON_ADVICE}")
-        if flag.startswith(PREFIX) and flag not in known:
-            raise ConfigurationError(f"{flag} is not a known flag{_did_you_mean(flag, known)}")
+        for prefix, names in known.items():
+            if flag.startswith(prefix) and flag not in names:
+                raise ConfigurationError(f"{flag} is not a known flag{schema.did_you_mean(flag, names)}")
 
 
 def resolve(args: argparse.Namespace) -> HyperFSDPOptions:
     """Merge command line, YAML file and defaults, refuse what is not built, and store the result on ``args``.
 
     Args:
-        args: The namespace that Megatron's parser returned, with our group in it. Its ``hyperfsdp_*``
-            attributes are replaced by plain resolved values.
+        args: The namespace that Megatron's parser returned, with our groups in it. Its ``hyperfsdp_*`` and
+            ``hypermuon_*`` attributes are replaced by plain resolved values.
 
     Returns:
-        The resolved options.
+        The resolved options of HyperFSDP.
 
     Raises:
-        ConfigurationError: An invalid value, an unknown key, an unreadable file, or an option without
-            ``--use-hyperfsdp``.
+        ConfigurationError: An invalid value, an unknown key, an unreadable file, or an option without the switch
+            that it belongs to.
         UnsupportedError: A value that a later release will build.
     """
-    if args.use_hypermuon:
-        raise UnsupportedError(f"--use-hypermuon is not available in this release; {_MUON_ADVICE}")
-    on_line = {
-        name: _scalar(value)
-        for name in HyperFSDPOptions.model_fields
-        if (value := getattr(args, f"hyperfsdp_{name}")) is not None
-    }
+    on_line = schema.given(args, HyperFSDPOptions, PREFIX)
+    path = args.hyperfsdp_config
     if not args.use_hyperfsdp:
-        stray = [flag_of(name) for name in on_line if name != "device"]
-        if args.hyperfsdp_config is not None:
-            stray.append(PREFIX + "config")
-        if stray:
-            raise ConfigurationError(
-                f"{', '.join(stray)} has no effect without --use-hyperfsdp; add --use-hyperfsdp "
-                "to turn HyperFSDP on, or remove the flag."
-            )
-    in_file = read_config(args.hyperfsdp_config) if args.hyperfsdp_config is not None else {}
+        _refuse_stray(args, on_line)
+    in_file = read_config(path) if path is not None else {}
+    of_muon = in_file.pop(MUON_SECTION, {})
+    if in_file and not args.use_hyperfsdp:
+        raise ConfigurationError(
+            f"{', '.join(in_file)} of {path} has no effect without --use-hyperfsdp; add --use-hyperfsdp or remove it."
+        )
     # Validated apart, so that a message names the place where the value stands.
-    _validated(in_file, source=str(args.hyperfsdp_config))
-    _validated(on_line, source=None)
-    options = _validated({**in_file, **on_line}, source=None)
+    schema.validated(HyperFSDPOptions, in_file, PREFIX, source=str(path))
+    schema.validated(HyperFSDPOptions, on_line, PREFIX)
+    options = schema.validated(HyperFSDPOptions, {**in_file, **on_line}, PREFIX)
     _refuse_unavailable(options)
-    for name in HyperFSDPOptions.model_fields:
-        setattr(args, f"hyperfsdp_{name}", getattr(options, name))
+    schema.store(args, options, PREFIX)
+    muon_flags.resolve(args, of_muon, source=path)
     return options
+
+
+def _refuse_stray(args: argparse.Namespace, on_line: Mapping[str, Any]) -> None:
+    stray = [flag_of(name) for name in on_line if name != "device"]
+    if args.hyperfsdp_config is not None and not args.use_hypermuon:
+        stray.append(PREFIX + "config")
+    if stray:
+        raise ConfigurationError(
+            f"{', '.join(stray)} has no effect without --use-hyperfsdp; add --use-hyperfsdp "
+            "to turn HyperFSDP on, or remove the flag."
+        )
 
 
 def read_config(path: str) -> dict[str, Any]:
     """Read a YAML file of options. Keys are field names; the spelling of the flags is accepted too.
+
+    Returns:
+        The options of HyperFSDP by field, and, if the file has any, those of Muon under `MUON_SECTION`.
 
     Raises:
         ConfigurationError: The file cannot be read, is not a mapping, or has an unknown or repeated key.
@@ -213,14 +219,14 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{PREFIX}config {path} holds a {type(content).__name__}; expected a mapping such as 'supernode_size: 8'."
         )
-    known, options = list(HyperFSDPOptions.model_fields), {}
-    for key, value in content.items():
-        name = str(key).removeprefix(PREFIX).replace("-", "_").removeprefix("hyperfsdp_")
-        if name not in known:
-            raise ConfigurationError(f"{path}: unknown key {str(key)!r}{_did_you_mean(name, known)}")
-        if name in options:
-            raise ConfigurationError(f"{path}: {name} is given twice.")
-        options[name] = value
+    muon = content.get(MUON_SECTION)
+    rest = {key: value for key, value in content.items() if key != MUON_SECTION}
+    options = schema.by_field(rest, HyperFSDPOptions, PREFIX, source=path)
+    if muon is not None:
+        if not isinstance(muon, Mapping):
+            raise ConfigurationError(f"{path}: {MUON_SECTION} holds a {type(muon).__name__}; expected a mapping.")
+        where = f"{path}: {MUON_SECTION}"
+        options[MUON_SECTION] = schema.by_field(muon, muon_flags.HyperMuonOptions, MUON_PREFIX, source=where)
     return options
 
 
@@ -246,10 +252,8 @@ def requested_device(argv: Sequence[str], environment: Mapping[str, str] | None 
         if variable not in ("auto", "cpu"):
             raise ConfigurationError(f"{DEVICE_VARIABLE} is {variable!r}; expected auto or cpu.")
         return variable
-    return str(_validated({"device": device}, source=None).device)
+    return str(schema.validated(HyperFSDPOptions, {"device": device}, PREFIX).device)
 
-
-_MUON_ADVICE = "remove the flag and keep Megatron's --optimizer adam."
 
 _UNAVAILABLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     # option: (refused values, or None for any value that is given, what to do instead)
@@ -265,31 +269,6 @@ def _refuse_unavailable(options: HyperFSDPOptions) -> None:
         value = getattr(options, name)
         if value is not None and (refused is None or value in refused):
             raise UnsupportedError(f"{flag_of(name)} {value} is not available in this release; {advice}.")
-
-
-def _validated(values: Mapping[str, Any], *, source: str | None) -> HyperFSDPOptions:
-    try:
-        return HyperFSDPOptions(**values)
-    except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-        where = flag_of(name) if source is None else f"{source}: {name}"
-        expected = HyperFSDPOptions.model_fields[name].title
-        raise ConfigurationError(f"{where} is {_text(values[name])!r}; expected {expected}.") from None
-
-
-def _scalar(text: str) -> str | int | bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}."
 
 
 def _one_line(error: Exception) -> str:

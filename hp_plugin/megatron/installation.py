@@ -11,7 +11,7 @@ from typing import Any
 
 from hp_plugin.core.devices import default_device_type
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
-from hp_plugin.megatron import cpu_compat, flags, rebind, reporting, validation, versions
+from hp_plugin.megatron import cpu_compat, flags, muon_validation, rebind, reporting, validation, versions
 from hp_plugin.megatron.connections import connections_line
 
 _installed: rebind.Rebinder | None = None
@@ -46,8 +46,8 @@ def uninstall() -> None:
     """Put every replaced name back, of Megatron and of the CPU compatibility layer. For tests."""
     global _installed
     if _installed is not None:
-        _installed.deactivate("active")
-        _installed.deactivate("arguments")
+        for stage in ("active", "optimizer", "arguments"):
+            _installed.deactivate(stage)
         _installed = None
     cpu_compat.restore()
 
@@ -97,10 +97,10 @@ def _apply(args: argparse.Namespace) -> None:
     """Resolve and check our flags, then make the rest of the adapter match them."""
     if not hasattr(args, "use_hyperfsdp"):
         _check_yaml_arguments()  # --yaml-cfg has replaced the namespace that our parser filled
-        active = False
+        active = with_muon = False
     else:
         options = flags.resolve(args)
-        active = args.use_hyperfsdp
+        active, with_muon = args.use_hyperfsdp, args.use_hypermuon
         if options.device == "cpu" and not cpu_compat.is_installed():
             raise ConfigurationError(
                 "--hyperfsdp-device cpu was found after Megatron was set up. Start the job with "
@@ -111,6 +111,13 @@ def _apply(args: argparse.Namespace) -> None:
         return
     if not active:
         _installed.deactivate("active")
+    if not (active or with_muon):
+        _installed.deactivate("optimizer")
+        return
+    if with_muon:
+        muon_validation.check_megatron_arguments(args)
+    _installed.activate("optimizer")
+    if not active:
         return
     validation.check_megatron_arguments(args)
     validation.check_topology(args, options)
@@ -124,7 +131,8 @@ def _apply(args: argparse.Namespace) -> None:
 
 
 def _check_yaml_arguments() -> None:
-    if any(word == "--use-hyperfsdp" or word.startswith(flags.PREFIX) for word in sys.argv[1:]):
+    ours = ("--use-hyperfsdp", "--use-hypermuon")
+    if any(word in ours or word.startswith((flags.PREFIX, flags.MUON_PREFIX)) for word in sys.argv[1:]):
         raise UnsupportedError(
             "--use-hyperfsdp cannot be combined with --yaml-cfg: Megatron then drops the arguments "
             "of the command line; give Megatron's arguments on the command line."

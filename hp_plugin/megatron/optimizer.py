@@ -32,17 +32,22 @@ def build_optimizer(stock_get_megatron_optimizer: Callable[..., Any], *args: Any
             fp32 on the device.
     """
     from hp_plugin.megatron.chained_shards import ChainedShardOptimizer
+    from hp_plugin.megatron.shard_optimizer import ShardOptimizer
+
     config, chunks, args, kwargs = _take_config(args, kwargs)
-    muon = muon_options()
-    on_shards = all(hasattr(chunk, "mesh") for chunk in chunks)
-    if not on_shards and muon is None:
+    muon = _muon_options()
+    if muon is None and not _on_shards(chunks):
         return stock_get_megatron_optimizer(config, chunks, *args, **kwargs)
-    _refuse(config, "--use-hyperfsdp" if muon is None else "--use-hypermuon")
+    _refuse(config, with_muon=muon is not None)
     # Shards are fp32 whatever the compute dtype is, so stock is asked for its fp32 optimizer.
     plain = copy.copy(config)
     plain.bf16 = plain.fp16 = False
     stock = stock_get_megatron_optimizer(plain, chunks, *args, **kwargs)
     stock_parts = getattr(stock, "chained_optimizers", [stock])  # dense parameters, then those of experts
+    if muon is not None:
+        from hp_plugin.megatron import muon_optimizer
+
+        return muon_optimizer.build(stock_parts, config, chunks, muon)
     parts = [ShardOptimizer.from_stock(part, config, model_chunks=chunks) for part in stock_parts]
     return parts[0] if len(parts) == 1 else ChainedShardOptimizer(parts)
 
@@ -55,11 +60,42 @@ def _take_config(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list
     return config, list(chunks), tuple(rest), named
 
 
-def _refuse(config: Any) -> None:
-    if config.optimizer not in ("adam", "sgd"):
+def _on_shards(chunks: Sequence[Any]) -> bool:
+    """Whether the model is wrapped in HyperFSDP, and not in Megatron's DDP."""
+    return all(hasattr(chunk, "mesh") for chunk in chunks)
+
+
+def _muon_options() -> Any:
+    """The options of `--use-hypermuon`, None without it."""
+    try:
+        from megatron.training import get_args
+
+        args = get_args()
+    except (ImportError, AssertionError):  # megatron.core alone, or a model that is built outside a job
+        return None
+    if not getattr(args, "use_hypermuon", False):
+        return None
+    from hp_plugin.megatron.muon_flags import HyperMuonOptions
+
+    return HyperMuonOptions.from_args(args)
+
+
+def _refuse(config: Any, *, with_muon: bool) -> None:
+    allowed, switch = (("adam",), "--use-hypermuon") if with_muon else (("adam", "sgd"), "--use-hyperfsdp")
+    if config.optimizer not in allowed:
+        what = (
+            "which trains what is no matrix with AdamW"
+            if with_muon
+            else "which updates shards and therefore needs an element-wise optimizer"
+        )
         raise UnsupportedError(
-            f"--optimizer {config.optimizer} cannot be combined with --use-hyperfsdp, which updates shards and "
-            "therefore needs an element-wise optimizer; use --optimizer adam or sgd."
+            f"--optimizer {config.optimizer} cannot be combined with {switch}, {what}; use --optimizer "
+            f"{' or '.join(allowed)}."
+        )
+    if with_muon and not config.decoupled_weight_decay:
+        raise UnsupportedError(
+            "decoupled_weight_decay=False of Megatron's OptimizerConfig (L2 regularisation) cannot be combined with "
+            "--use-hypermuon, whose weight decay is decoupled; leave it True."
         )
     for attribute, flag in (
         ("use_distributed_optimizer", "--use-distributed-optimizer"),
@@ -67,4 +103,4 @@ def _refuse(config: Any) -> None:
         ("optimizer_cpu_offload", "--optimizer-cpu-offload"),
     ):
         if getattr(config, attribute, False):
-            raise UnsupportedError(f"{flag} cannot be combined with --use-hyperfsdp; remove the flag.")
+            raise UnsupportedError(f"{flag} cannot be combined with {switch}; remove the flag.")

@@ -1,8 +1,9 @@
 """Replaces the names of Megatron that `targets` lists, and puts them back.
 
-Two stages. The *argument* hooks are in place as soon as :func:`hp_plugin.megatron.install` has run, so that
-our flags exist. The *active* targets are replaced only once a job was parsed with ``--use-hyperfsdp``; without
-the flag they stay the original objects, and a stock run is unchanged. Before anything is replaced the target
+Three stages. The *argument* hooks are in place as soon as :func:`hp_plugin.megatron.install` has run, so that
+our flags exist. The *optimizer* target is replaced once a job was parsed with ``--use-hyperfsdp`` or
+``--use-hypermuon``, the *active* ones with ``--use-hyperfsdp``; without the flags they stay the original
+objects, and a stock run is unchanged. Before anything is replaced the target
 must exist and take the parameters that the replacement relies on; otherwise it is refused by name.
 """
 

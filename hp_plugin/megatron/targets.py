@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Stage = Literal["arguments", "active"]
+Stage = Literal["arguments", "optimizer", "active"]
 Factory = Callable[[Any], Any]
 """Takes the original object, returns its replacement. Called when the target is replaced, not before."""
 
@@ -27,7 +27,8 @@ class Target:
         parameters: Names that must be among the parameters of the original.
         factory: ``module:function`` of the :data:`Factory` of the replacement.
         purpose: What the replacement is for, in a few words.
-        stage: When it is replaced: with ``install()``, or once a job asks for HyperFSDP.
+        stage: When it is replaced: with ``install()``, once a job asks for HyperFSDP or HyperMuon, or once it asks for
+            HyperFSDP.
     """
 
     module: str
@@ -74,7 +75,8 @@ def _optimizer(*more: str) -> Target:
         "get_megatron_optimizer",
         ("config", "model_chunks", *more),
         f"{_HERE}.rebind:optimizer_builder",
-        "builds the optimizer on sharded parameters",
+        "builds the optimizer on sharded parameters, or with Muon",
+        "optimizer",
     )
 
 

@@ -74,7 +74,6 @@ def test_sizes_of_buckets_and_prefetch_reach_the_options() -> None:
         (["--hyperfsdp-mode", "validation"], "--hyperfsdp-mode validation"),
         (["--hyperfsdp-optimizer-sharding", "shard_replicate"], "--hyperfsdp-optimizer-sharding shard_replicate"),
         (["--hyperfsdp-migrate", "observe"], "--hyperfsdp-migrate observe"),
-        (["--use-hypermuon"], "--use-hypermuon"),
     ],
 )
 def test_values_that_are_not_built_yet_are_refused_by_name(words: list[str], what: str) -> None:
@@ -122,8 +121,8 @@ def test_a_misspelt_flag_is_refused_with_the_nearest_one() -> None:
         ConfigurationError, match=r"--hyperfsdp-supernodesize .* did you mean --hyperfsdp-supernode-size"
     ):
         flags.check_spelling(["--lr", "1", "--hyperfsdp-supernodesize=2"])
-    with pytest.raises(UnsupportedError, match="--hypermuon-lr is not available"):
-        flags.check_spelling(["--hypermuon-lr", "0.1"])
+    with pytest.raises(ConfigurationError, match=r"--hypermuon-momentun .* did you mean --hypermuon-momentum"):
+        flags.check_spelling(["--hypermuon-momentun", "0.9"])
     flags.check_spelling(["--hyperfsdp-supernode-size=2", "--hyperfsdp-config", "a", "--unknown-to-us"])
 
 

@@ -373,7 +373,8 @@ class HyperMuon(Optimizer):
         compare_parameters(parameters, self._communicators)
         loads_of = functools.partial(loads_among, communicators=self._communicators)
         plan = make_plan(parameters, self._rank, loads_of=loads_of, wave_bytes=self._wave_bytes)
-        device = local_tensor(self._matrices[0][0]).device
+        # A pipeline stage may have a group for Muon with nothing in it: no message, then, needs a device.
+        device = local_tensor(self._matrices[0][0]).device if self._matrices else torch.device("cpu")
         return Exchanger(plan, self._communicators, device, topology=self._topology)
 
     def _matrix_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> MatrixParameter:

@@ -153,6 +153,8 @@ def route(
     adamw: Patterns | None = None,
     splits: Mapping[str, Split] | None = None,
     convolutions: Algorithm = "muon",
+    marked: bool = False,
+    require_muon: bool = True,
 ) -> Routing:
     """Decides for every parameter of a model whether Muon or AdamW trains it.
 
@@ -171,6 +173,9 @@ def route(
         splits: How fused weights are cut. A pattern may match biases too; it says nothing about them.
         convolutions: Where kernels of convolutions go. Transposed ones go to AdamW, grouped ones too unless a split
             or a pattern says otherwise.
+        marked: The model's framework marks its output head, as Megatron does: it is not looked for by its shape, which
+            on a pipeline stage that has no head would find another layer.
+        require_muon: Whether a model without any parameter for Muon is an error; a pipeline stage may be one.
 
     Returns:
         The decision. No communication: every rank decides the same from the same model.
@@ -184,7 +189,7 @@ def route(
     trained = [member for member in everyone if member.parameter.requires_grad]
     forced = _forced(trained, everyone, muon=_listed(muon), adamw=_listed(adamw))
     cuts = _cuts(trained, everyone, splits or {})
-    reasons = _adamw_reasons(model, trained, everyone, forced)
+    reasons = _adamw_reasons(model, trained, everyone, forced, marked=marked)
     rows, problems = [], []
     for member in trained:
         reason = reasons.get(member.name)
@@ -197,7 +202,7 @@ def route(
     _check_cuts_used(rows, splits or {}, trained)
     frozen = tuple(member.name for member in everyone if not member.parameter.requires_grad)
     routing = Routing(tuple(rows), tuple(member.parameter for member in trained), frozen)
-    if not any(row.algorithm == "muon" for row in rows):
+    if require_muon and not any(row.algorithm == "muon" for row in rows):
         raise ConfigurationError(
             "no parameter goes to Muon, so the optimizer would be plain AdamW. Name the parameters that Muon is to "
             f"train with patterns (muon=...).\n{routing.table()}"
@@ -265,7 +270,12 @@ def _muon_reason(member: Member, groups: int | None) -> str:
 
 
 def _adamw_reasons(
-    model: nn.Module, trained: Sequence[Member], everyone: Sequence[Member], forced: Mapping[str, _Forced]
+    model: nn.Module,
+    trained: Sequence[Member],
+    everyone: Sequence[Member],
+    forced: Mapping[str, _Forced],
+    *,
+    marked: bool,
 ) -> dict[str, str]:
     """By name: why a parameter is AdamW's."""
     reasons = {}
@@ -274,6 +284,8 @@ def _adamw_reasons(
         if reason is not None:
             tied = len(member.places) > 1 and reason.startswith(("embedding", "output head"))
             reasons[member.name] = f"{reason}, tied" if tied else reason
+    if marked:
+        return reasons
     heads = heads_by_shape(model, [member for member in trained if member.name not in reasons], everyone)
     demands = {forced[head.name].algorithm for head in heads if head.name in forced}
     if "adamw" in demands:
