@@ -37,6 +37,11 @@ def is_tensor_parallel_duplicate(parameter: torch.Tensor, **groups: Any) -> bool
     return not ask(parameter, **{name: group for name, group in groups.items() if name in taken})
 
 
-@functools.lru_cache(maxsize=None)
+def decouples_weight_decay(config: Any) -> bool:
+    """Whether Adam is AdamW, by Megatron's `OptimizerConfig`. 0.12 has no choice: it always is."""
+    return bool(getattr(config, "decoupled_weight_decay", True))
+
+
+@functools.cache
 def _parameters_of(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)

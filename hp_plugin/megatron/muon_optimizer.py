@@ -135,7 +135,7 @@ def _on_shards(
         parameters=parameters,
         masters=parameters,
         model_parallel_group=part.grad_stats_parallel_group,
-        tp_group=part.tp_group,
+        tp_group=getattr(part, "tp_group", None),
     )
     made.muon_options = options
     return made

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_plugin.errors import UnsupportedError
+from hp_plugin.megatron.differences import decouples_weight_decay
 
 
 def build_optimizer(stock_get_megatron_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +93,7 @@ def _refuse(config: Any, *, with_muon: bool) -> None:
             f"--optimizer {config.optimizer} cannot be combined with {switch}, {what}; use --optimizer "
             f"{' or '.join(allowed)}."
         )
-    if with_muon and not config.decoupled_weight_decay:
+    if with_muon and not decouples_weight_decay(config):
         raise UnsupportedError(
             "decoupled_weight_decay=False of Megatron's OptimizerConfig (L2 regularisation) cannot be combined with "
             "--use-hypermuon, whose weight decay is decoupled; leave it True."

@@ -22,6 +22,7 @@ from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.optim import HyperAdamW
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import optimizer_checkpoint
+from hp_plugin.megatron.differences import decouples_weight_decay
 from hp_plugin.megatron.grad_stats import counted_once, squared_norms, sum_over_model, zero_counts
 
 
@@ -51,7 +52,7 @@ class ShardOptimizer(MegatronOptimizer):
         parameters: list[torch.nn.Parameter],
         masters: list[torch.nn.Parameter],
         model_parallel_group: dist.ProcessGroup,
-        tp_group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup | None,
         expert_tp_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -82,7 +83,7 @@ class ShardOptimizer(MegatronOptimizer):
         masters: list[torch.nn.Parameter] = []
         if base is None:
             pass
-        elif config.optimizer == "adam" and config.decoupled_weight_decay:
+        elif config.optimizer == "adam" and decouples_weight_decay(config):
             masters = parameters
             options = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
             optimizer = HyperAdamW(_copied(groups, masters), weight_decay=config.weight_decay, **options)
@@ -96,7 +97,7 @@ class ShardOptimizer(MegatronOptimizer):
             parameters=parameters,
             masters=masters,
             model_parallel_group=stock.grad_stats_parallel_group,
-            tp_group=stock.tp_group,
+            tp_group=getattr(stock, "tp_group", None),
             expert_tp_group=getattr(stock, "expert_tp_group", None),
             mesh=model_chunks[0].expert_mesh if has_experts else model_chunks[0].mesh,
         )

@@ -28,6 +28,7 @@ from hp_plugin.megatron.data_parallel import (
     options_from_arguments,
     unit_modules,
 )
+from hp_plugin.megatron.differences import unwrapped
 from hp_plugin.megatron.meshes import (
     Meshes,
     data_parallel_group,
@@ -35,7 +36,6 @@ from hp_plugin.megatron.meshes import (
     expert_reshard,
     make_meshes,
 )
-from hp_plugin.megatron.differences import unwrapped
 
 
 class HyperFSDP(TorchFullyShardedDataParallel):

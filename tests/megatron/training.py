@@ -27,14 +27,18 @@ class Run:
         norms: iteration -> gradient norm before clipping.
         weights: parameter name -> full tensor of this tensor- and pipeline-parallel rank, after the run.
         logged: iteration -> (number of zeros in the gradients, norm of the parameters), where Megatron computes them.
+        evaluated: losses of evaluations, in their order; on ranks with the last pipeline stage.
         rebound: what of Megatron was replaced during the run.
+        exit_code: of a job that ended itself before its last iteration.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
     logged: dict[int, tuple[float | None, float | None]] = field(default_factory=dict)
+    evaluated: list[float] = field(default_factory=list)
     rebound: list[str] = field(default_factory=list)
+    exit_code: int | None = None
 
 
 def train(*, argv: list[str], keep_weights: bool = True) -> Run:
@@ -48,8 +52,32 @@ def train(*, argv: list[str], keep_weights: bool = True) -> Run:
     hp_plugin.megatron.install()
     run = Run()
     _observe(run, keep_weights=keep_weights)
-    example("pretrain_gpt").main()
+    try:
+        example("pretrain_gpt").main()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        run.exit_code = 0
     return run
+
+
+def train_until_signal(*, argv: list[str], iteration: int) -> Run:
+    """As `train`, and rank 0 gets SIGTERM once it has logged `iteration`."""
+    import signal
+
+    from megatron.training import training
+
+    log = training.training_log
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        result = log(*args, **kwargs)
+        values = inspect.signature(log).bind(*args, **kwargs).arguments
+        if values["iteration"] == iteration and rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    training.training_log = training_log
+    return train(argv=argv)
 
 
 def build_corpus(*, prefix: str, tokens: int) -> dict[str, int]:
@@ -69,7 +97,7 @@ def _observe(run: Run, *, keep_weights: bool) -> None:
 
     import hp_plugin.megatron
 
-    log, train_loop = training.training_log, training.train
+    log, train_loop, evaluation = training.training_log, training.train, training.evaluate
     signature = inspect.signature(log)
 
     def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,14 +118,20 @@ def _observe(run: Run, *, keep_weights: bool) -> None:
             run.weights = full_weights(model)
         return result
 
-    training.training_log, training.train = training_log, train
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = evaluation(*args, **kwargs)
+        if result[0] is not None and "lm loss" in result[0]:
+            run.evaluated.append(float(result[0]["lm loss"]))
+        return result
+
+    training.training_log, training.train, training.evaluate = training_log, train, evaluate
 
 
 def full_weights(chunks: list[Any]) -> dict[str, Any]:
     """Full weights of a rank's model chunks, without the prefixes of wrappers. Collective where they are sharded."""
     from torch.distributed.tensor import DTensor
 
-    from hp_plugin.megatron.unwrapping import unwrapped
+    from hp_plugin.megatron.differences import unwrapped
 
     weights = {}
     for number, chunk in enumerate(map(unwrapped, chunks)):

@@ -27,6 +27,13 @@ def keep_compiled_helpers(ledger: Ledger) -> None:
     ledger.replace(utils, "compile_helpers", lambda: None, area=AREA)
 
 
+def skip_fused_kernels(ledger: Ledger) -> None:
+    """Do not look for ``nvcc`` to build the fused kernels of old releases, which none of their flags may use here."""
+    from megatron.legacy import fused_kernels
+
+    ledger.replace(fused_kernels, "load", lambda args: None, area=AREA)
+
+
 def allow_no_cuda(ledger: Ledger) -> None:
     """``initialize_megatron`` asserts ``torch.cuda.is_available()``, which stays False, unless told otherwise."""
     import megatron.training.initialize as initialize
@@ -65,6 +72,8 @@ def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
 _NEWEST = (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms)
 
 STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
+    (0, 12): (keep_compiled_helpers, skip_fused_kernels, allow_no_cuda, mark_sequence_parallel_norms),
+    (0, 16): (keep_compiled_helpers, skip_fused_kernels, allow_no_cuda, mark_sequence_parallel_norms),
     (0, 17): _NEWEST,
     (0, 18): _NEWEST,
     (0, 19): _NEWEST,
