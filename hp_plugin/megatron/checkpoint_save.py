@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hp_plugin.megatron import reporting
+from hp_plugin.megatron import reporting, saved_format
 
 _FAILED = 1
 
@@ -31,9 +31,12 @@ def guard_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
         place = _Place.before_saving(iteration, kwargs) if _rank() == 0 else None
         try:
-            return original(iteration, *args, **kwargs)
+            with saved_format.announced(get_args()):
+                return original(iteration, *args, **kwargs)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             outcome = place.clean_up() if place is not None else ""
             if not isinstance(error, (OSError, CheckpointException)):
