@@ -83,7 +83,7 @@ def arguments_with_and_without() -> tuple[dict[str, Any], dict[str, Any]]:
     from megatron.training import arguments
 
     import hp_plugin.megatron
-    from hp_plugin.megatron import flags
+    from hp_plugin.megatron import flags, muon_flags
 
     words = [word for word in tiny_job() if word not in ("--hyperfsdp-device", "cpu")]
     sys.argv = ["train.py", *words]
@@ -91,6 +91,7 @@ def arguments_with_and_without() -> tuple[dict[str, Any], dict[str, Any]]:
     hp_plugin.megatron.install()
     hooked = vars(arguments.parse_args())
     ours = {f"hyperfsdp_{name}" for name in (*flags.HyperFSDPOptions.model_fields, "config")}
+    ours |= {f"hypermuon_{name}" for name in muon_flags.HyperMuonOptions.model_fields}
     ours |= {"use_hyperfsdp", "use_hypermuon"}
     return alone, {name: value for name, value in hooked.items() if name not in ours}
 
@@ -159,7 +160,7 @@ def refused(*, words: list[str], change: str | None = None) -> tuple[int, str, l
         (["--use-hyperfsdp", "--use-distributed-optimizer"], "cannot be combined with --use-distributed-optimizer"),
         (["--hyperfsdp-shard-size", "2"], "--hyperfsdp-shard-size has no effect without --use-hyperfsdp"),
         (["--use-hyperfsdp", "--hyperfsdp-sharding", "2"], "--hyperfsdp-sharding is not a known flag"),
-        (["--use-hypermuon"], "--use-hypermuon is not available in this release"),
+        (["--use-hypermuon", "--optimizer", "sgd"], "--use-hypermuon cannot be combined with --optimizer"),
     ],
 )
 def test_a_refused_command_line_ends_every_rank_with_one_sentence_from_rank_0(words: list[str], sentence: str) -> None:
