@@ -156,6 +156,14 @@ def expert_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def is_first_chunk(model: Any) -> bool:
-    """Whether `model` is the first (or only) chunk of the interleaved pipeline on this rank."""
-    return getattr(model, "vp_stage", None) in (None, 0)
+def is_first_chunk(model: Any, *, later: bool = False) -> bool:
+    """Whether `model` is the first (or only) chunk of the interleaved pipeline on this rank.
+
+    Args:
+        model: The chunk inside all wrappers.
+        later: What counts where the chunk does not know its stage, as in Megatron 0.12: there `disable_bucketing` is
+            True for all chunks but the first.
+    """
+    if not hasattr(model, "vp_stage"):
+        return not later
+    return model.vp_stage in (None, 0)

@@ -52,7 +52,7 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             and are reduced between supernodes once per step.
         ddp_config: Megatron's `DistributedDataParallelConfig`; `grad_reduce_in_fp32` and `check_for_nan_in_grad` count.
         module: The model, possibly inside `Float16Module`, with its full weights (of this tensor-parallel rank).
-        disable_bucketing: Accepted for the signature; see `bucket_bytes` of `fully_shard`.
+        disable_bucketing: True for the later chunks of an interleaved pipeline; has no other effect.
         pg_collection: Process groups; Megatron's global ones if None.
         options: Where they do not come from Megatron's arguments.
     """
@@ -76,7 +76,7 @@ class HyperFSDP(TorchFullyShardedDataParallel):
         model = unwrapped(module)
         self.device = _device(model)
         self.process_group = data_parallel_group(pg_collection)
-        first = _first_chunk(config, model)
+        first = _first_chunk(config, model, later=disable_bucketing)
         self.meshes: Meshes = (
             make_meshes(config, pg_collection, options, self.device) if first is None else first.meshes
         )
@@ -241,14 +241,14 @@ def _device(model: torch.nn.Module) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _first_chunk(config: Any, model: torch.nn.Module) -> HyperFSDP | None:
+def _first_chunk(config: Any, model: torch.nn.Module, *, later: bool = False) -> HyperFSDP | None:
     """The chunk of this interleaved pipeline that was wrapped first, None for the first one itself.
 
     Chunks share their configuration, and through it a list of `no_sync` methods. Its meshes serve all of them, so that
     process groups are made once.
     """
     entries = config.no_sync_func if isinstance(config.no_sync_func, list) else []
-    if is_first_chunk(model) or not entries:
+    if is_first_chunk(model, later=later) or not entries:
         return None
     owner = getattr(entries[0], "__self__", None)
     return owner if isinstance(owner, HyperFSDP) else None
