@@ -5,6 +5,7 @@ A resumed job must go on as if it had never stopped: same losses, gradient norms
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +43,12 @@ INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 class Jobs:
     """Runs the jobs of one test; all share a corpus, a directory and some arguments."""
 
-    def __init__(self, corpus: list[str], directory: Path, shared: str) -> None:
+    def __init__(
+        self, corpus: list[str], directory: Path, shared: str, *, train: Callable[..., Run] = training.train
+    ) -> None:
         self._shared = [*tiny_job("--train-iters", str(END)), *corpus, *shared.split()]
         self._directory = directory
+        self._train = train
 
     def run(
         self, layout: Layout, *, save: str | None = None, every: int = HALF, load: tuple[str, int] | None = None
@@ -54,7 +58,7 @@ class Jobs:
             argv += ["--save", str(self._directory / save), "--save-interval", str(every)]
         if load is not None:
             argv += ["--load", str(self._directory / load[0]), "--ckpt-step", str(load[1])]
-        return run_ranks(layout.ranks, training.train, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv)
+        return run_ranks(layout.ranks, self._train, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv)
 
 
 def assert_continues(reference: list[Run], resumed: list[Run], start: int, tolerance: float) -> None:
