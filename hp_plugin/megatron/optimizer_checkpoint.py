@@ -1,4 +1,6 @@
-"""Optimizer state in `torch_dist` checkpoints, in the two formats of Megatron's optimizers without sharding.
+"""Optimizer state in `torch_dist` checkpoints, in the formats of Megatron's optimizers.
+
+The two of optimizers without sharding are here, those of the distributed optimizer in `distributed_format`.
 
 fp32 compute, as `FP32Optimizer`:
 
@@ -20,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import UnsupportedError
+from hp_plugin.megatron import distributed_format
 from hp_plugin.megatron.checkpoint import Source, sources, write_into
 from hp_plugin.megatron.checkpoint_slices import cut
 
@@ -27,16 +30,23 @@ _STATE = "optimizer.state"
 _MASTERS = "fp32_from_fp16_params"
 
 
-def sharded_state_dict(owner: Any, model_sharded_state_dict: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def sharded_state_dict(
+    owner: Any,
+    model_sharded_state_dict: dict[str, Any],
+    *,
+    is_loading: bool,
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The state of `owner`, a `ShardOptimizer`, described for saving or loading. No communication.
 
     Args:
         owner: The optimizer.
         model_sharded_state_dict: State dict whose model entries were made by HyperFSDP's `sharded_state_dict`.
         is_loading: Create states that do not exist yet, so that there is something to read into.
+        metadata: Of the checkpoint. Where it names a format of the distributed optimizer, that is read or written.
 
     Raises:
-        UnsupportedError: A parameter of the optimizer is not in the model's state dict.
+        UnsupportedError: A parameter of the optimizer is not in the model's state dict, or the format cannot be read.
     """
     if owner.optimizer is None:
         return {}
@@ -44,7 +54,12 @@ def sharded_state_dict(owner: Any, model_sharded_state_dict: dict[str, Any], *, 
         _initialise(owner)
     found = sources(model_sharded_state_dict)
     of = [_source(found, parameter, index) for index, parameter in enumerate(owner.parameters)]
+    distributed = distributed_format.format_of(metadata)
+    if distributed is not None and is_loading:
+        return distributed_format.describe_for_loading(owner, of, distributed, metadata or {})
     inner = _inner(owner, of)
+    if distributed is not None:
+        return distributed_format.describe_for_saving(owner, of, distributed, inner)
     if not _keeps_masters(owner):
         return inner
     result = {"optimizer": inner, _MASTERS: _masters(owner, of, is_loading=is_loading)}
@@ -63,7 +78,13 @@ def load_state_dict(owner: Any, state_dict: dict[str, Any]) -> None:
     if owner.optimizer is None:
         return
     inner = state_dict
-    if _keeps_masters(owner):
+    if distributed_format.is_distributed(state_dict):
+        inner = distributed_format.as_plain(state_dict)
+        if owner.grad_scaler is not None and "grad_scaler" in state_dict:
+            owner.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        for index, value in inner["masters"].items():
+            write_into(owner.parameters[index], value, f"the fp32 weight of parameter {index}")
+    elif _keeps_masters(owner):
         inner = state_dict["optimizer"]
         if owner.grad_scaler is not None and "grad_scaler" in state_dict:
             owner.grad_scaler.load_state_dict(state_dict["grad_scaler"])

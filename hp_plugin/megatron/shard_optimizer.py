@@ -234,8 +234,10 @@ class ShardOptimizer(MegatronOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state in the format of Megatron's own optimizer without sharding, cut to this rank's rows."""
-        return optimizer_checkpoint.sharded_state_dict(self, model_sharded_state_dict, is_loading=is_loading)
+        """The state cut to this rank's rows, in the format of Megatron's own optimizer that `metadata` names."""
+        return optimizer_checkpoint.sharded_state_dict(
+            self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered for :meth:`sharded_state_dict`, whichever optimizer wrote it."""

@@ -80,6 +80,15 @@ def _optimizer(*more: str) -> Target:
     )
 
 
+_METADATA = Target(
+    "megatron.core.dist_checkpointing",
+    "load_content_metadata",
+    ("checkpoint_dir", "preloaded_state_dict"),
+    f"{_HERE}.distributed_format:tell_who_saved",
+    "tells the optimizer which job saved a checkpoint of the distributed optimizer",
+)
+"""From 0.13 on, where checkpoints have metadata."""
+
 _COPIED_PARSE_ARGS = (_parse_args("megatron.training.arguments"), _parse_args("megatron.training.initialize"))
 
 _IN_EVERY_LOOP = (
@@ -114,6 +123,7 @@ _WITH_PROVIDER = (
     *_COPIED_PARSE_ARGS,
     _ddp(_TRAINING, "DDP", _OF_A_PROVIDER, "pg_collection"),
     _optimizer("config_overrides"),
+    _METADATA,
     *_IN_EVERY_LOOP,
 )
 _WITH_BUILDER = (
@@ -121,6 +131,7 @@ _WITH_BUILDER = (
     _ddp("megatron.training.models.dist_utils", "DistributedDataParallel", _OF_A_BUILDER, "pg_collection"),
     _ddp(_TRAINING, "DDP", _OF_A_PROVIDER, "pg_collection"),
     _optimizer("config_overrides", "pg_collection"),
+    _METADATA,
     *_IN_EVERY_LOOP,
 )
 
