@@ -6,6 +6,7 @@ which see what the log prints before it is rounded.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -69,6 +70,7 @@ def train_until_signal(*, argv: list[str], iteration: int) -> Run:
 
     log = training.training_log
 
+    @functools.wraps(log)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = log(*args, **kwargs)
         values = inspect.signature(log).bind(*args, **kwargs).arguments
