@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from hp_plugin.megatron import optimizer_parts
 from hp_plugin.megatron.shard_optimizer import ShardOptimizer, take_step
 
 
@@ -74,6 +75,11 @@ class ChainedShardOptimizer(ChainedOptimizer):
     def _compute_grad_norms_by_group(self) -> dict[str, float]:
         self.grad_norms_by_group = {group: self.norm_of(group) for group in self.separate_norms}
         return self.grad_norms_by_group
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over what a checkpoint delivered for `sharded_state_dict`, in however many parts it was saved."""
+        for part, state in zip(self.parts, optimizer_parts.split(state_dict, len(self.parts))):
+            part.load_state_dict(state)
 
     def offload_to_cpu(self) -> Any:
         """Refused, by the parts."""

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.optim import HyperAdamW
 from hp_plugin.errors import UnsupportedError
-from hp_plugin.megatron import optimizer_checkpoint
+from hp_plugin.megatron import optimizer_checkpoint, optimizer_parts
 from hp_plugin.megatron.differences import decouples_weight_decay
 from hp_plugin.megatron.grad_stats import counted_once, squared_norms, sum_over_model, zero_counts
 
@@ -241,7 +241,7 @@ class ShardOptimizer(MegatronOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered for :meth:`sharded_state_dict`, whichever optimizer wrote it."""
-        optimizer_checkpoint.load_state_dict(self, state_dict)
+        optimizer_checkpoint.load_state_dict(self, optimizer_parts.joined(state_dict))
 
     def offload_to_cpu(self) -> None:
         """Refused: shards and their states stay on the device of the mesh."""

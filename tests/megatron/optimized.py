@@ -169,7 +169,7 @@ def overflow_of_experts() -> dict[str, Any]:
     """The same where rank 1 alone finds an infinity, in the gradient of one of its experts."""
     start(expert_parallel=2)
     options = {"fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 1, "loss_scale_window": 100}
-    experts = {"num_moe_experts": 2, "moe_router_topk": 1, "expert_model_parallel_size": 2}
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": 2}
     _, (ours, mine) = both(supernode_size=2, options=options, model_options={"fp16": True, **experts})
     before = [parameter._local_tensor.clone() for parameter in ours.parameters()]
     ours.zero_grad_buffer()
