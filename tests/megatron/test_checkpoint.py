@@ -43,6 +43,8 @@ INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 class Jobs:
     """Runs the jobs of one test; all share a corpus, a directory and some arguments."""
 
+    time_limit_s = TIME_LIMIT_S
+
     def __init__(
         self, corpus: list[str], directory: Path, shared: str, *, train: Callable[..., Run] = training.train
     ) -> None:
@@ -58,7 +60,7 @@ class Jobs:
             argv += ["--save", str(self._directory / save), "--save-interval", str(every)]
         if load is not None:
             argv += ["--load", str(self._directory / load[0]), "--ckpt-step", str(load[1])]
-        return run_ranks(layout.ranks, self._train, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv)
+        return run_ranks(layout.ranks, self._train, flavour="megatron", timeout=self.time_limit_s, argv=argv)
 
 
 def assert_continues(reference: list[Run], resumed: list[Run], start: int, tolerance: float) -> None:

@@ -8,23 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.megatron import checkout
 from tests.megatron.cases import FP32_TOLERANCE, JOBS, Job
 from tests.megatron.test_checkpoint import HALF, PP, TP, Jobs, assert_continues, ours, stock
-from tests.megatron.test_equivalence import assert_same_logged, assert_same_series, assert_same_weights
+from tests.megatron.test_equivalence import assert_same_series, assert_same_weights
 from tests.megatron.training import Run
 from tests.support import run_ranks
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(checkout.reason_to_skip() is not None, reason=str(checkout.reason_to_skip())),
 ]
 
-TIME_LIMIT_S = 200.0
+TIME_LIMIT_S = 500.0
+LATER_NORM_TOLERANCE = 5e-6
+"""With 0.12.1 on torch 2.7.1 up to 2.9e-6 after 12 steps, from the order of sums; losses differ by less than 2e-6."""
+
+_INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
+RELEASE_JOBS = {
+    # The overlapped exchange of 0.12 between stages sends garbage on CPU (NaN in stock too); the other needs 4 stages.
+    (0, 12): [
+        Job(
+            "pp4-interleaved",
+            f"--num-layers 8 --pipeline-model-parallel-size 4 {_INTERLEAVED} --no-overlap-p2p-communication",
+        )
+    ]
+}
+"""Jobs of one release."""
+LEFT_OUT = {(0, 12): {"pp2-interleaved"}}
 
 NAMES = (
     "dp2",
@@ -50,7 +66,15 @@ NAMES = (
 """Jobs of `cases` that every release runs."""
 
 
-@pytest.mark.parametrize("job", [pytest.param(job, id=job.name) for job in JOBS if job.name in NAMES])
+def jobs_to_run() -> list[Any]:
+    if checkout.reason_to_skip() is not None:
+        return [pytest.param(None, id="no-checkout")]
+    series = checkout.series()
+    common = [job for job in JOBS if job.name in NAMES and job.name not in LEFT_OUT.get(series, set())]
+    return [pytest.param(job, id=job.name) for job in (*common, *RELEASE_JOBS.get(series, []))]
+
+
+@pytest.mark.parametrize("job", jobs_to_run())
 def test_hyperfsdp_trains_as_the_releases_own_ddp_does(job: Job, corpus: list[str]) -> None:
     def run(arguments: tuple[str, ...]) -> list[Run]:
         argv = [*arguments, *corpus]
@@ -60,18 +84,31 @@ def test_hyperfsdp_trains_as_the_releases_own_ddp_does(job: Job, corpus: list[st
     assert len(stock_run[-1].losses) == 12
     for rank, (expected, found) in enumerate(zip(stock_run, our_run, strict=True)):
         assert_same_series(f"loss on rank {rank}", expected.losses, found.losses, job.tolerance)
-        assert_same_series(
-            f"gradient norm on rank {rank}", expected.norms, found.norms, job.norm_tolerance or job.tolerance
-        )
-        assert_same_logged(rank, expected, found)
+        first = next(iter(expected.norms))
+        norms = {first: expected.norms[first]}, {first: found.norms[first]}
+        assert_same_series(f"first gradient norm on rank {rank}", *norms, job.tolerance)
+        tolerance = job.norm_tolerance or LATER_NORM_TOLERANCE
+        assert_same_series(f"gradient norm on rank {rank}", expected.norms, found.norms, tolerance)
+        assert_same_logged(expected, found)
         assert_same_weights(rank, expected.weights, found.weights, job)
     assert all("parse_args" in name for name in stock_run[0].rebound)
     assert len(our_run[0].rebound) > len(stock_run[0].rebound)
 
 
+def assert_same_logged(expected: Run, found: Run) -> None:
+    """Zeros in the gradients and the norm of the parameters; 0.12 logs 0 zeros where nobody counts them."""
+    for iteration, (zeros, norm) in expected.logged.items():
+        assert (found.logged[iteration][0] or 0) == (zeros or 0)
+        assert found.logged[iteration][1] == (None if norm is None else pytest.approx(norm, rel=1e-6))
+
+
+class PatientJobs(Jobs):
+    time_limit_s = TIME_LIMIT_S
+
+
 @pytest.fixture
 def jobs(corpus: list[str], tmp_path: Path) -> Callable[[str], Jobs]:
-    return lambda shared: Jobs(corpus, tmp_path, shared, train=checkout.train)
+    return lambda shared: PatientJobs(corpus, tmp_path, shared, train=checkout.train)
 
 
 def test_a_job_resumes_in_other_layouts_and_in_stock(jobs: Callable[[str], Jobs]) -> None:

@@ -26,6 +26,8 @@ def apply(ledger: Ledger) -> None:
     }
     for name, replacement in replacements.items():
         ledger.replace(dist, name, replacement, area=AREA)
+    if torch.__version__ < "2.8":  # up to 2.7 gloo has no reduce-scatter
+        ledger.replace(dist, "reduce_scatter", _summed_and_cut(dist.reduce_scatter), area=AREA)
     if not hasattr(dist, "ProcessGroupNCCL"):  # a CPU build of torch
         options = type("Options", (), {"__init__": _nccl_options})
         ledger.replace(dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=options), area=AREA)
@@ -95,6 +97,26 @@ def _uneven(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return all_gather
+
+
+def _summed_and_cut(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        # Always synchronous.
+        whole = torch.cat([part.detach().reshape(-1) for part in input_list])
+        dist.all_reduce(whole, op=op, group=group)
+        mine = whole.split([part.numel() for part in input_list])[dist.get_rank(group)]
+        with torch.no_grad():
+            output.copy_(mine.view_as(output))
+        return None
+
+    return reduce_scatter
 
 
 def _cpu(device_type: str) -> str:
