@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 from hp_plugin.megatron import saved_format
@@ -101,7 +101,14 @@ def check_topology(args: argparse.Namespace, options: HyperFSDPOptions) -> None:
         )
     _check_reshard(options)
     if isinstance(size, int):
-        _check_groups(args.tensor_model_parallel_size, data_parallel, world, size, shard)
+        stage = world // args.pipeline_model_parallel_size
+        _check_groups("data-parallel", _groups(world, stage, args.tensor_model_parallel_size), size, shard)
+        expert_parallel = getattr(args, "expert_model_parallel_size", 1)
+        expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+        stride = expert_parallel * expert_tensor
+        if expert_parallel > 1 and stage % stride == 0:
+            # A number of ranks per shard is taken for experts as far as it divides their smaller groups.
+            _check_groups("expert-data-parallel", _groups(world, stage, stride), size, "supernode")
 
 
 def _check_reshard(options: HyperFSDPOptions) -> None:
@@ -113,25 +120,30 @@ def _check_reshard(options: HyperFSDPOptions) -> None:
         )
 
 
-def _check_groups(tensor: int, data: int, world: int, size: int, shard: int | str) -> None:
-    for stage_start in range(0, world, tensor * data):
-        for first in range(stage_start, stage_start + tensor):
-            ranks = range(first, first + tensor * data, tensor)
-            counts: dict[int, int] = {}
-            for rank in ranks:
-                counts[rank // size] = counts.get(rank // size, 0) + 1
-            if len(set(counts.values())) > 1:
-                raise ConfigurationError(
-                    f"{flag_of('supernode_size')} {size} does not divide the data-parallel size {data}: of the "
-                    f"data-parallel group {_listed(ranks)}, the supernodes hold {_listed(counts.values())} ranks, "
-                    "and all must hold the same number; choose another supernode size."
-                )
-            inside = next(iter(counts.values()))
-            if isinstance(shard, int) and inside % shard:
-                raise ConfigurationError(
-                    f"{flag_of('shard_size')} {shard} does not divide the {inside} ranks that a supernode of "
-                    f"{size} holds of a data-parallel group; choose one of {_divisors(inside)}, or world."
-                )
+def _groups(world: int, stage: int, stride: int) -> Iterator[range]:
+    """The groups of ranks `stride` apart inside each pipeline stage of `stage` consecutive ranks."""
+    for start in range(0, world, stage):
+        for first in range(start, start + stride):
+            yield range(first, start + stage, stride)
+
+
+def _check_groups(kind: str, groups: Iterable[range], size: int, shard: int | str) -> None:
+    for ranks in groups:
+        counts: dict[int, int] = {}
+        for rank in ranks:
+            counts[rank // size] = counts.get(rank // size, 0) + 1
+        if len(set(counts.values())) > 1:
+            raise ConfigurationError(
+                f"{flag_of('supernode_size')} {size} does not divide the {kind} size {len(ranks)}: of the "
+                f"{kind} group {_listed(ranks)}, the supernodes hold {_listed(counts.values())} ranks, "
+                "and all must hold the same number; choose another supernode size."
+            )
+        inside = next(iter(counts.values()))
+        if isinstance(shard, int) and inside % shard:
+            raise ConfigurationError(
+                f"{flag_of('shard_size')} {shard} does not divide the {inside} ranks that a supernode of "
+                f"{size} holds of a {kind} group; choose one of {_divisors(inside)}, or world."
+            )
 
 
 def _spell(conflict: Conflict, args: argparse.Namespace) -> str:

@@ -150,6 +150,14 @@ class TestTopology:
             ({"tensor_model_parallel_size": 2, "world_size": 12}, {"supernode_size": 4}),
             ({"pipeline_model_parallel_size": 2}, {"supernode_size": 2}),
             ({}, {"supernode_size": "auto"}),
+            ({"context_parallel_size": 2}, {"supernode_size": 4, "shard_size": 4}),
+            ({"expert_model_parallel_size": 2}, {"supernode_size": 2}),
+            ({"expert_model_parallel_size": 2, "world_size": 8}, {"supernode_size": 4, "shard_size": 4}),
+            ({"expert_model_parallel_size": 4}, {"supernode_size": 1}),
+            (
+                {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2},
+                {"supernode_size": 4},
+            ),
         ],
     )
     def test_sizes_that_divide_are_accepted(self, sizes: dict[str, int], options: dict[str, int | str]) -> None:
@@ -174,6 +182,11 @@ class TestTopology:
                 {"world_size": 6, "pipeline_model_parallel_size": 2},
                 {"supernode_size": 2},
                 "--hyperfsdp-supernode-size 2 does not divide the data-parallel size 3: of the data-parallel group",
+            ),
+            (
+                {"world_size": 12, "expert_model_parallel_size": 3},
+                {"supernode_size": 4},
+                "of the expert-data-parallel group 0, 3, 6, 9, the supernodes hold 2, 1, 1 ranks",
             ),
         ],
     )

@@ -36,8 +36,14 @@ def start(
     model_parallel_cuda_manual_seed(7)
 
 
-def model(*, seed: int = 7, tied: bool = True, per_token: bool = False, **options: Any) -> Any:
-    """A GPT of two layers, the same on every rank for the same seed."""
+def model(
+    *, seed: int = 7, tied: bool = True, per_token: bool = False, context_parallel_size: int = 1, **options: Any
+) -> Any:
+    """A GPT of two layers, the same on every rank for the same seed.
+
+    Megatron's attention for the CPU knows no context parallelism. With `context_parallel_size` each rank attends to its
+    part of the sequence alone; everything else, gradients above all, is as with an attention that communicates.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -55,13 +61,15 @@ def model(*, seed: int = 7, tied: bool = True, per_token: bool = False, **option
         gradient_accumulation_fusion=False,
         **options,
     )
-    return GPTModel(
+    made = GPTModel(
         config,
         get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=tied,
     )
+    config.context_parallel_size = context_parallel_size
+    return made
 
 
 def wrap(module: Any, *, supernode_size: int, **options: Any) -> Any:
@@ -78,9 +86,9 @@ def wrap(module: Any, *, supernode_size: int, **options: Any) -> Any:
     return hyperfsdp_class()(module.config, ddp_config, module, options=settings)
 
 
-def backward(chunk: Any, *, no_sync: Any, micro_batches: int = MICRO_BATCHES) -> None:
+def backward(chunk: Any, *, no_sync: Any, micro_batches: int = MICRO_BATCHES, rank: int | None = None) -> None:
     """Three (or so many) micro-batches of data that differ between ranks; all but the last inside `no_sync`."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    generator = torch.Generator().manual_seed(100 + (dist.get_rank() if rank is None else rank))
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     for index in range(micro_batches):
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
