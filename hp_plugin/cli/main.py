@@ -53,3 +53,29 @@ def doctor(
         else:
             render(report)
     raise typer.Exit(0 if report.usable else 1)
+
+
+@app.command()
+def check(
+    file: Annotated[str, typer.Argument(help="A file with Megatron's arguments, or the shell script of a job.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Say which arguments of a Megatron job work with HyperFSDP or HyperMuon, and which do not.
+
+    The file is read, not run, and Megatron need not be installed. Exits with 0 if a job with these arguments starts,
+    with 1 if one of them is refused or the file cannot be read.
+    """
+    from hp_plugin.cli import check as checking
+    from hp_plugin.cli.check_report import render as render_check
+    from hp_plugin.errors import HyperParallelError
+
+    try:
+        report = checking.check(file)
+    except HyperParallelError as error:
+        typer.echo(f"hp-plugin: error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(checking.as_json(report)))
+    else:
+        render_check(report)
+    raise typer.Exit(0 if report.usable else 1)

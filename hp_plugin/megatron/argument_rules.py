@@ -94,6 +94,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         "offloading is not available in this release; remove the flag",
     ),
     Conflict("--optimizer-cuda-graph", "optimizer_cuda_graph", is_on, _NO_GRAPHS),
+    Conflict(
+        "--qk-clip",
+        "qk_clip",
+        is_on,
+        "it writes into whole weights, and a rank holds rows of them between two steps; remove the flag",
+    ),
     # --------------------------------------------------------------- paths that go round the hooks of a layer
     Conflict(
         "--hybrid-context-parallel",

@@ -13,7 +13,7 @@ from tests.megatron.training import Run
 from tests.support import run_ranks
 
 HALF, END = 4, 8
-TIME_LIMIT_S = 90.0
+TIME_LIMIT_S = 240.0
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
