@@ -16,7 +16,8 @@ from tests.megatron.cases import tiny_job
 from tests.support import run_ranks
 
 ARGUMENT_HOOK = "megatron.training.arguments.parse_args"
-ACTIVE_TARGETS = [target.name for target in rebind.TABLES[(0, 19)] if target.stage == "active"]
+INSTALLED = versions.series(versions.megatron_version() or "0.19.2")
+ACTIVE_TARGETS = [target.name for target in rebind.TABLES[INSTALLED] if target.stage == "active"]
 
 
 def objects_behind_targets() -> dict[str, int]:
@@ -25,7 +26,7 @@ def objects_behind_targets() -> dict[str, int]:
 
     return {
         target.name: id(getattr(importlib.import_module(target.module), target.attribute))
-        for target in rebind.TABLES[(0, 19)]
+        for target in rebind.TABLES[INSTALLED]
     }
 
 
@@ -184,25 +185,44 @@ def test_a_changed_signature_is_refused_with_target_and_version() -> None:
 
 
 class TestVersions:
-    @pytest.mark.parametrize("version", ["0.12.1", "0.16.1", "0.17.1", "0.18.2", "0.20.0", "1.0.0rc1"])
+    @pytest.mark.parametrize("version", ["0.11.0", "0.15.3", "0.20.0", "1.0.0rc1"])
     def test_another_release_is_refused_with_both_versions(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         monkeypatch.setattr(versions, "megatron_version", lambda: version)
-        with pytest.raises(UnsupportedError, match=f"megatron-core {version} is installed.*supports 0.19.x only"):
+        supported = "0.12.x, 0.16.x, 0.17.x, 0.18.x and 0.19.x"
+        with pytest.raises(UnsupportedError, match=f"megatron-core {version} is installed.*supports {supported} only"):
             versions.check_megatron()
+
+    @pytest.mark.parametrize("release", [release.verified for release in versions.RELEASES.values()])
+    def test_every_verified_release_is_accepted(self, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+        monkeypatch.setattr(versions, "megatron_version", lambda: release)
+        monkeypatch.setattr(versions, "has_training", lambda: True)
+        monkeypatch.setattr(versions.sys, "version_info", (3, 12, 0))
+        assert versions.check_megatron() == release
 
     def test_a_missing_megatron_is_told_with_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(versions, "megatron_version", lambda: None)
         with pytest.raises(UnsupportedError, match=r"Megatron-LM was not found.*pip install"):
             versions.check_megatron()
 
-    def test_an_old_python_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(versions, "MINIMUM_PYTHON", (99, 0))
-        with pytest.raises(UnsupportedError, match=r"needs Python >= 3.12, but this is Python 3"):
+    @pytest.mark.parametrize(("release", "needs"), [("0.19.2", "3.12"), ("0.12.1", "3.10")])
+    def test_an_old_python_is_told(self, monkeypatch: pytest.MonkeyPatch, release: str, needs: str) -> None:
+        monkeypatch.setattr(versions, "megatron_version", lambda: release)
+        monkeypatch.setattr(versions.sys, "version_info", (3, 9, 1))
+        with pytest.raises(UnsupportedError, match=rf"{release} needs Python >= {needs}, but this is Python 3.9.1"):
             versions.check_megatron()
 
-    def test_a_wheel_without_the_training_package_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("release", "advice"),
+        [("0.18.2", r"pip install"), ("0.16.1", "The wheels of this series hold megatron.core only")],
+        ("release", "advice"),
+        [("0.18.2", r"pip install"), ("0.16.1", "The wheels of this series hold megatron.core only")],
+    def test_a_wheel_without_the_training_package_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, release: str, advice: str
+    ) -> None:
+        monkeypatch.setattr(versions, "megatron_version", lambda: release)
         monkeypatch.setattr(versions, "has_training", lambda: False)
-        with pytest.raises(UnsupportedError, match="without the module megatron.training"):
+        monkeypatch.setattr(versions.sys, "version_info", (3, 12, 0))
+        with pytest.raises(UnsupportedError, match=f"without the module megatron.training.*{advice}"):
             versions.check_megatron()
 
     def test_the_installed_version_is_found_without_importing_megatron(self) -> None:
