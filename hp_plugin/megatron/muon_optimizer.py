@@ -16,12 +16,13 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from hp_plugin.core.muon import HyperMuon
-from hp_plugin.megatron import muon_checkpoint, reporting
+from hp_plugin.megatron import muon_checkpoint, optimizer_checkpoint, optimizer_parts, reporting
+from hp_plugin.megatron.chained_shards import ChainedShardOptimizer
 from hp_plugin.megatron.differences import unwrapped
 from hp_plugin.megatron.muon_flags import HyperMuonOptions
 from hp_plugin.megatron.muon_groups import Group, Ranks, make_muon, split_groups
 from hp_plugin.megatron.muon_routing import Assignment, assign
-from hp_plugin.megatron.shard_optimizer import ShardOptimizer, _grad_scaler
+from hp_plugin.megatron.shard_optimizer import ShardOptimizer, _grad_scaler, mesh_of
 
 
 class MuonShardOptimizer(ShardOptimizer):
@@ -33,14 +34,23 @@ class MuonShardOptimizer(ShardOptimizer):
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As of `ShardOptimizer`; `momentum_buffer` of Muon's parameters beside the moments of AdamW's."""
-        with muon_checkpoint.shared_momentum(self.optimizer, is_loading=is_loading):
-            described = super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
-        return muon_checkpoint.describe(self, described, is_loading=is_loading)
+        assert isinstance(self.optimizer, HyperMuon)
+        with muon_checkpoint.whole_momentum(self.optimizer, is_loading=is_loading):
+            described = optimizer_checkpoint.sharded_state_dict(
+                self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata
+            )
+        muon_checkpoint.describe(self, described, metadata, is_loading=is_loading)
+        return described
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered, whichever optimizer wrote it."""
-        with muon_checkpoint.shared_momentum(self.optimizer, is_loading=True):
-            super().load_state_dict(muon_checkpoint.adapted(self, state_dict))
+        super().load_state_dict(state_dict)
+        muon_checkpoint.finish_loading(self)
+
+    @staticmethod
+    def _filter_and_reorder_param_groups(current_groups: Any, state_dict_groups: Any) -> list[dict[str, Any]]:
+        """Options of groups are those of the command line."""
+        return [dict(group) for group in current_groups]
 
 
 class MuonFP32Optimizer(FP32Optimizer):
@@ -52,12 +62,15 @@ class MuonFP32Optimizer(FP32Optimizer):
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As stock's."""
-        described = super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
-        return muon_checkpoint.describe(self, described, is_loading=is_loading)
+        with muon_checkpoint.whole_momentum(self.optimizer, is_loading=is_loading):
+            described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)
+        muon_checkpoint.describe(self, described, metadata, is_loading=is_loading)
+        return described
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered, whichever optimizer wrote it."""
-        muon_checkpoint.load_inner(self, state_dict)
+        muon_checkpoint.load_inner(self, optimizer_parts.joined(state_dict))
+        muon_checkpoint.finish_loading(self)
 
 
 class MuonFloat16Optimizer(Float16OptimizerWithFloat16Params):
@@ -69,17 +82,21 @@ class MuonFloat16Optimizer(Float16OptimizerWithFloat16Params):
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As stock's."""
-        described = super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
-        return muon_checkpoint.describe(self, described, is_loading=is_loading)
+        with muon_checkpoint.whole_momentum(self.optimizer, is_loading=is_loading):
+            described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)
+        muon_checkpoint.describe(self, described, metadata, is_loading=is_loading)
+        return described
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered, whichever optimizer wrote it."""
+        state_dict = optimizer_parts.joined(state_dict)
         muon_checkpoint.load_inner(self, state_dict["optimizer"])
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        for mine, loaded in zip(self.fp32_from_float16_groups, state_dict["fp32_from_fp16_params"], strict=True):
-            for master, value in zip(mine, loaded, strict=True):
+        for mine, loaded in zip(self.fp32_from_float16_groups, state_dict["fp32_from_fp16_params"]):
+            for master, value in zip(mine, loaded):
                 master.data.copy_(value.data)
+        muon_checkpoint.finish_loading(self)
 
 
 def build(parts: Sequence[Any], config: Any, model_chunks: Sequence[Any], options: HyperMuonOptions) -> Any:
@@ -98,9 +115,12 @@ def build(parts: Sequence[Any], config: Any, model_chunks: Sequence[Any], option
     models = [unwrapped(chunk) for chunk in model_chunks]
     assigned, routing = assign(models, options, tp_size=ranks.tp_size(False), group=dist.group.WORLD)
     reporting.say("Muon and AdamW share the parameters of this model as follows.\n" + routing.table())
-    make = _on_shards if hasattr(model_chunks[0], "mesh") else _on_ddp
-    built = [make(part, config, list(model_chunks), options, assigned, ranks) for part in parts]
-    return built[0] if len(built) == 1 else ChainedOptimizer(built)
+    on_shards = hasattr(model_chunks[0], "mesh")
+    make = _on_shards if on_shards else _on_ddp
+    built: list[Any] = [make(part, config, list(model_chunks), options, assigned, ranks) for part in parts]
+    if len(built) == 1:
+        return built[0]
+    return ChainedShardOptimizer(built) if on_shards else ChainedOptimizer(built)
 
 
 def _on_shards(
@@ -136,6 +156,8 @@ def _on_shards(
         masters=parameters,
         model_parallel_group=part.grad_stats_parallel_group,
         tp_group=getattr(part, "tp_group", None),
+        expert_tp_group=getattr(part, "expert_tp_group", None),
+        mesh=mesh_of(part, chunks),
     )
     made.muon_options = options
     return made

@@ -76,8 +76,6 @@ class ShardOptimizer(MegatronOptimizer):
         """Take groups and process groups from the optimizer that stock built; discard the rest of it."""
         base = stock.optimizer
         groups = [] if base is None else base.param_groups
-        # Stock lists the groups of all ranks on every rank, so a stage without experts knows them too.
-        has_experts = any(group.get("is_expert_parallel", False) for group in groups)
         parameters = [parameter for group in groups for parameter in group["params"]]
         optimizer: torch.optim.Optimizer | None = None
         masters: list[torch.nn.Parameter] = []
@@ -99,7 +97,7 @@ class ShardOptimizer(MegatronOptimizer):
             model_parallel_group=stock.grad_stats_parallel_group,
             tp_group=getattr(stock, "tp_group", None),
             expert_tp_group=getattr(stock, "expert_tp_group", None),
-            mesh=model_chunks[0].expert_mesh if has_experts else model_chunks[0].mesh,
+            mesh=mesh_of(stock, model_chunks),
         )
 
     # ---------------------------------------------------------------- gradients
@@ -276,6 +274,15 @@ class ShardOptimizer(MegatronOptimizer):
         flags = torch.tensor([float(name in mine) for name in names], device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.get_grad_stats_parallel_group())
         return [name for name, flag in zip(names, flags.tolist()) if flag]
+
+
+def mesh_of(stock: Any, model_chunks: list[Any]) -> DeviceMesh:
+    """The mesh of the parameters of an optimizer that stock built; right on a stage that has none of them, too."""
+    # Stock lists the groups of all ranks on every rank.
+    groups = [] if stock.optimizer is None else stock.optimizer.param_groups
+    of_experts = any(group.get("is_expert_parallel", False) for group in groups)
+    mesh: DeviceMesh = model_chunks[0].expert_mesh if of_experts else model_chunks[0].mesh
+    return mesh
 
 
 def take_step(optimizer: Any) -> tuple[bool, float | None, float | None]:
