@@ -214,8 +214,7 @@ class TestVersions:
     @pytest.mark.parametrize(
         ("release", "advice"),
         [("0.18.2", r"pip install"), ("0.16.1", "The wheels of this series hold megatron.core only")],
-        ("release", "advice"),
-        [("0.18.2", r"pip install"), ("0.16.1", "The wheels of this series hold megatron.core only")],
+    )
     def test_a_wheel_without_the_training_package_is_told(
         self, monkeypatch: pytest.MonkeyPatch, release: str, advice: str
     ) -> None:
