@@ -33,6 +33,13 @@ def preload_megatron() -> None:
     importlib.import_module("megatron.training")
 
 
+def preload_deepspeed() -> None:
+    """Import torch and DeepSpeed with our adapter in place."""
+    preload_core()
+    importlib.import_module("hp_plugin.deepspeed")
+    importlib.import_module("deepspeed")
+
+
 @dataclass(frozen=True)
 class Flavour:
     """One kind of zygote.
@@ -49,4 +56,5 @@ class Flavour:
 FLAVOURS = {
     "core": Flavour(preload_core),
     "megatron": Flavour(preload_megatron, {"HP_DEVICE": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "deepspeed": Flavour(preload_deepspeed, {"DS_ACCELERATOR": "cpu"}),
 }

@@ -215,7 +215,7 @@ def run_ranks(
         nprocs: number of ranks.
         fn: function at module level; the ranks import it by name.
         timeout: seconds that the case may take.
-        flavour: what is imported beforehand, "core" (torch) or "megatron".
+        flavour: what is imported beforehand, "core" (torch), "megatron" or "deepspeed".
         env: more environment variables for the ranks.
         **kwargs: arguments of `fn`, picklable.
 

@@ -30,6 +30,7 @@ def save_checkpoint(
     *,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     extra: Mapping[str, Any] | None = None,
+    ignore_frozen: bool = False,
 ) -> None:
     """Writes a checkpoint directory, on a file system that all ranks share. Every rank of the default group must call.
 
@@ -37,7 +38,8 @@ def save_checkpoint(
         path: The directory to make. An existing checkpoint there is replaced only once the new one is whole.
         model: A model, sharded or not.
         optimizers: Its optimizer or optimizers.
-        extra: Further values, the same on every rank (step, data position, ...).
+        extra: Further values (step, data position, ...); those under one key must be the same on every rank.
+        ignore_frozen: Leave out parameters that do not require a gradient.
 
     Raises:
         HyperParallelError: If any rank could not write, naming the first such rank and its reason. `path` is as it was.
@@ -46,7 +48,8 @@ def save_checkpoint(
     partial = final.with_name(f".{final.name}.partial")
     failure = _on_rank_zero(lambda: _make_empty(partial))
     if failure is None:
-        model_state, optimizer_state = get_state_dict(model, optimizers)
+        options = StateDictOptions(ignore_frozen_params=ignore_frozen)
+        model_state, optimizer_state = get_state_dict(model, optimizers, options=options)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "extra": dict(extra or {})}
         try:
             dcp.save(state, checkpoint_id=str(partial))
@@ -69,6 +72,7 @@ def load_checkpoint(
     *,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     strict: bool = True,
+    ignore_frozen: bool = False,
 ) -> dict[str, Any]:
     """Reads a checkpoint directory in place. Every rank of the default group must call.
 
@@ -77,6 +81,7 @@ def load_checkpoint(
         model: The model to fill.
         optimizers: The optimizer or optimizers to fill; give none to load weights only.
         strict: Whether the model's parameter names must be exactly those of the checkpoint.
+        ignore_frozen: Leave parameters that do not require a gradient as they are.
 
     Returns:
         The `extra` values of the checkpoint.
@@ -88,7 +93,9 @@ def load_checkpoint(
         raise ConfigurationError(
             f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save"
         )
-    model_state, optimizer_state = get_state_dict(model, optimizers)
+    model_state, optimizer_state = get_state_dict(
+        model, optimizers, options=StateDictOptions(ignore_frozen_params=ignore_frozen)
+    )
     extra = _stored_extra(path)
     state: dict[str, Any] = {"model": model_state, "extra": extra}
     if optimizers:
@@ -99,7 +106,7 @@ def load_checkpoint(
         optimizers,
         model_state_dict=state["model"],
         optim_state_dict=state.get("optimizer", {}),
-        options=StateDictOptions(strict=strict),
+        options=StateDictOptions(strict=strict, ignore_frozen_params=ignore_frozen),
     )
     return dict(state["extra"])
 

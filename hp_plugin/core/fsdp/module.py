@@ -134,6 +134,16 @@ class FSDPModule:
             self._attach_root()
         self._unit().root.is_last_backward = is_last_backward
 
+    def reduce_pending_gradients(self) -> None:
+        """Reduces between supernodes what earlier backward passes with `set_requires_all_reduce(False)` have summed.
+
+        For a host that learns after the last backward of a step that it was the last. Every rank must call, with the
+        same units pending. On return every `.grad` is final.
+        """
+        if not self._unit().has_root:
+            self._attach_root()
+        self._unit().root.reduce_pending()
+
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Gradients are the sum over all ranks of the mesh divided by `factor`. Default: the number of those ranks."""
         for unit in self._units(recurse):

@@ -186,6 +186,18 @@ class Root:
             unit.enter(Phase.UNSHARDED, "post-backward")
         unit.submit_gradients()
 
+    def reduce_pending(self) -> None:
+        """Sends across what sums of earlier backward passes wait for it, outside backward; waits for all of it."""
+        for unit in reversed(self.units):
+            if unit.gradients is None or unit.gradients.partial is None:
+                continue
+            crosses, unit.requires_all_reduce = unit.requires_all_reduce, True
+            unit.submit_gradients()  # a sum of zeros inside the supernode, which completes the bucket
+            unit.requires_all_reduce = crosses
+        self.pipeline.end_round()
+        self.pipeline.flush()
+        self.collect_counts()
+
     def plan_reductions(self) -> None:
         """Puts the gradients of all units into buckets. Every rank calls it at the start of its first backward.
 

@@ -1,0 +1,269 @@
+"""`HyperFSDPEngine`: DeepSpeed's engine with its model sharded by `fully_shard` instead of by ZeRO."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from hp_plugin.core.fsdp import MixedPrecisionPolicy
+from hp_plugin.core.optim.clip import clip_grads_with_norm_, total_grad_norm
+from hp_plugin.core.topology import Topology, mesh_from_group
+from hp_plugin.deepspeed import checkpoint, operations, optimizers, refusals, reporting, weights
+from hp_plugin.deepspeed.access import mark_parameters
+from hp_plugin.deepspeed.replacements import Replacements, check_live
+from hp_plugin.deepspeed.schema import read_block
+from hp_plugin.deepspeed.sharding import shard_model
+from hp_plugin.errors import ConfigurationError, UnsupportedError
+
+
+class HyperFSDPEngine(DeepSpeedEngine):
+    """What `deepspeed.initialize` returns for a configuration with the block `"hyperfsdp"`.
+
+    The configuration says ZeRO stage 3, for the frameworks that read it; this engine's own copy says stage 0, so that
+    none of ZeRO's machinery starts: sharding, gathering and reduction are the units' own. Every rank must construct it.
+
+    Attributes:
+        hyperfsdp: The block, validated.
+        mesh: The device mesh `("dp_replicate", "dp_shard")` over DeepSpeed's data-parallel group.
+    """
+
+    def __init__(self, args: Any, model: nn.Module, *positional: Any, **keywords: Any) -> None:
+        config = keywords["config_class"]
+        options = read_block(config._param_dict)
+        assert options is not None  # the patch point has seen it
+        refusals.check_config(config._param_dict)
+        if keywords.get("optimizer") is not None and isinstance(keywords["optimizer"], torch.optim.Optimizer):
+            optimizers.check_client(keywords["optimizer"])
+        for sentence in operations.stale_locks():
+            reporting.say(sentence)
+        reporting.show_log()
+        # Attributes of a torch module exist only after its constructor; these are read inside ours.
+        own: dict[str, Any] = self.__dict__
+        own["hyperfsdp"] = options
+        own["_replacements"] = Replacements()
+        own["_is_bf16"] = bool(config.bfloat16_config.enabled)
+        own["_is_unreduced"] = False
+        if model_parameters := keywords.get("model_parameters"):
+            keywords["model_parameters"] = list(model_parameters)
+        config.zero_optimization_stage, config.zero_enabled, config.zero_config.stage = 0, False, 0
+        with self._fp32_inside(config):
+            super().__init__(args, model, *positional, **keywords)
+        self._support_torch_style_backward = True
+        self._replacements.forget()
+
+    # ---------------------------------------------------------------- construction
+
+    def _broadcast_model(self) -> None:
+        """Spreads the weights of the first rank, then shards them. The last thing that configures the model."""
+        super()._broadcast_model()
+        options = self.hyperfsdp
+        topology = Topology.detect(options.supernode_size)
+        reporting.say(topology.describe())
+        self.mesh = mesh_from_group(
+            self.seq_data_parallel_group,
+            topology,
+            shard_size=options.shard_size,
+            device_type=self.device.type,
+        )
+        policy = MixedPrecisionPolicy()
+        if self._is_bf16:
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+                master_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
+        self.__dict__["_replacements"] = shard_model(self.module, options, mesh=self.mesh, policy=policy)
+        mark_parameters(self)
+        units = self.module.fsdp_units()
+        reporting.say(f"HyperFSDP: {len(units)} units over {dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))}")
+
+    def _is_supported_optimizer(self, optimizer_name: str) -> bool:
+        return optimizers.is_known(optimizer_name) or super()._is_supported_optimizer(optimizer_name)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            self._replacements.apply_to(client_optimizer)
+        super()._configure_optimizer(client_optimizer, self._replacements.follow_all(model_parameters))
+        optimizers.check_client(self.basic_optimizer)
+        check_live(self.basic_optimizer, self.module)
+        optimizers.complete_for_engine(self.basic_optimizer)
+
+    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
+        return optimizers.build_optimizer(self.optimizer_name(), model_parameters, self.optimizer_params() or {})
+
+    @contextlib.contextmanager
+    def _fp32_inside(self, config: Any = None) -> Iterator[None]:
+        """DeepSpeed's own bf16 casts the module and wraps the optimizer: inside, it believes that all is fp32."""
+        precision = (self._config if config is None else config).bfloat16_config
+        before, precision.enabled = precision.enabled, False
+        try:
+            yield
+        finally:
+            precision.enabled = before
+
+    # ---------------------------------------------------------------- gradients
+
+    def _choose_tiers(self) -> None:
+        """Decides how far the backward that begins now reduces: inside the supernode, or between them too.
+
+        It is decided here and not in forward: Accelerate says which micro-batch is the last one after its forward.
+        """
+        crosses = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        self.module.set_requires_all_reduce(crosses)
+        self._is_unreduced = not crosses
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See DeepSpeed. Every micro-batch is reduced inside the supernode, the last of a step between them too."""
+        self._choose_tiers()
+        with self._fp32_inside():
+            return super().backward(loss, *args, **kwargs)
+
+    def _backward_prologue(self, *args: Any, **kwargs: Any) -> Any:
+        self._choose_tiers()
+        if not getattr(self, "_running_engine_backward", True):
+            # loss.backward(): the epilogue is to come behind the end of the units' own backward. That arranges for its
+            # callback later than this line, so ours asks for another one.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._backward_post_hook))
+        return super()._backward_prologue(*args, **kwargs)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Reduces what backward passes inside `no_sync` have left, at the end of a step; else all is reduced already."""
+        if self._is_unreduced and self.is_gradient_accumulation_boundary():
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        self.module.reduce_pending_gradients()
+        self._is_unreduced = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside reduce within the supernode only. Works at every stage; every rank must use it alike."""
+        if self.inside_no_sync_ctxt:
+            raise ConfigurationError("no_sync() is open already; it cannot be nested.")
+        self.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """As `no_sync`, and at the end of the block all of it is reduced between supernodes at once."""
+        with self.no_sync():
+            yield
+        self._finish_reduction()
+
+    # ---------------------------------------------------------------- step
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_unreduced:
+            self._finish_reduction()  # a step after backward passes that were all inside no_sync
+        optimizer: Any = self.optimizer
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = total_grad_norm(parameters)
+        value = float(norm)
+        optimizer.overflow = not torch.isfinite(norm).item()
+        optimizer._global_grad_norm = value
+        if self.gradient_clipping() > 0.0 and not optimizer.overflow:
+            clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
+        with self._fp32_inside(), _without_step(optimizer) if optimizer.overflow else contextlib.nullcontext():
+            super()._take_model_step(*args, **kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: gradients were clipped by their norm over all shards before."""
+
+    # ---------------------------------------------------------------- weights and checkpoints
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        dtype = torch.bfloat16 if self._is_bf16 else None
+        return weights.full_state_dict(self.module, dtype=dtype, skip_frozen=exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the full weights in the compute dtype, from rank 0; every rank must call.
+
+        Returns:
+            False, and nothing is written, where `stage3_gather_16bit_weights_on_model_save` is off.
+        """
+        return weights.save_full_weights(self, save_dir, save_filename, skip_frozen=exclude_frozen_parameters)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes `save_dir/tag`, which loads on any number of ranks and supernodes; every rank must call."""
+        return checkpoint.save(
+            self, save_dir, tag, client_state or {}, save_latest=save_latest, skip_frozen=exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Reads what `save_checkpoint` wrote, on any mesh; every rank must call. Returns the path and the client state."""
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "custom_load_fn gets full weights, which HyperFSDP never has in one place; load without it, or write "
+                "weights with deepspeed.zero.GatheredParameters."
+            )
+        return checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+        )
+
+    # ---------------------------------------------------------------- refused
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: compiling across the hooks of units is not supported."""
+        raise UnsupportedError(
+            "engine.compile() is not supported with HyperFSDP: it would compile across the hooks that gather weights; "
+            "call torch.compile on functions inside the model's blocks instead."
+        )
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: shards stay on the device."""
+        raise UnsupportedError(
+            "offload_states() is not supported with HyperFSDP; save a checkpoint and destroy the engine to free its memory."
+        )
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: nothing was offloaded."""
+
+
+@contextlib.contextmanager
+def _without_step(optimizer: Any) -> Iterator[None]:
+    """Inside, `optimizer.step()` does nothing: a gradient is not finite. Schedulers may have put a step of their own."""
+    own = optimizer.__dict__.get("step")
+    optimizer.step = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own

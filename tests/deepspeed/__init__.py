@@ -1,0 +1,1 @@
+"""Tests of the DeepSpeed adapter, against stock ZeRO-3 on the same ranks."""
