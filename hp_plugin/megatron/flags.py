@@ -94,7 +94,12 @@ class HyperFSDPOptions(BaseModel):
         description="cpu answers torch.cuda names on CPU (for tests and tutorials; refused where there is an "
         "accelerator); auto never emulates",
     )
-    migrate: Literal["observe"] | None = Field(None, title="observe", description="not available yet")
+    migrate: Literal["observe"] | None = Field(
+        None,
+        title="observe",
+        description="observe trains with Megatron's own back end and says after a few steps what HyperFSDP would take "
+        "and send",
+    )
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> HyperFSDPOptions:
@@ -260,7 +265,6 @@ _UNAVAILABLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "transport": (("symm_mem",), "use auto, c10d or shm"),
     "mode": (("validation",), "use production"),
     "optimizer_sharding": (("shard_replicate",), "use auto or shard"),
-    "migrate": (None, "remove the option"),
 }
 
 

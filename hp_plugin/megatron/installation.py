@@ -42,11 +42,22 @@ def install() -> None:
     _installed = rebinder
 
 
+def installed() -> rebind.Rebinder | None:
+    """What takes names over in this process: made by :func:`install`, or by patched sources; None before."""
+    return _installed
+
+
+def use(rebinder: rebind.Rebinder) -> None:
+    """Let ``rebinder`` take names over; for :mod:`hp_plugin.megatron.source_patch`."""
+    global _installed
+    _installed = rebinder
+
+
 def uninstall() -> None:
     """Put every replaced name back, of Megatron and of the CPU compatibility layer. For tests."""
     global _installed
     if _installed is not None:
-        for stage in ("active", "optimizer", "arguments"):
+        for stage in ("observe", "active", "optimizer", "arguments"):
             _installed.deactivate(stage)
         _installed = None
     cpu_compat.restore()
@@ -100,7 +111,7 @@ def _apply(args: argparse.Namespace) -> None:
         active = with_muon = False
     else:
         options = flags.resolve(args)
-        active, with_muon = args.use_hyperfsdp, args.use_hypermuon
+        active, with_muon = args.use_hyperfsdp and options.migrate is None, args.use_hypermuon
         if options.device == "cpu" and not cpu_compat.is_installed():
             raise ConfigurationError(
                 "--hyperfsdp-device cpu was found after Megatron was set up. Start the job with "
@@ -109,6 +120,7 @@ def _apply(args: argparse.Namespace) -> None:
             )
     if _installed is None:
         return
+    _observe(args, options if getattr(args, "use_hyperfsdp", False) and not active else None)
     if not active:
         _installed.deactivate("active")
     if not (active or with_muon):
@@ -128,6 +140,17 @@ def _apply(args: argparse.Namespace) -> None:
     if line_on_connections is not None:
         reporting.say(line_on_connections)
     _installed.activate("active")
+
+
+def _observe(args: argparse.Namespace, options: flags.HyperFSDPOptions | None) -> None:
+    """Watch the stock back end, or stop watching where `options` is None."""
+    assert _installed is not None
+    if options is None:
+        _installed.deactivate("observe")
+        return
+    for line in validation.check_observed_arguments(args, options):
+        reporting.say(line)
+    _installed.activate("observe")
 
 
 def _check_yaml_arguments() -> None:

@@ -1,10 +1,11 @@
 """Replaces the names of Megatron that `targets` lists, and puts them back.
 
-Three stages. The *argument* hooks are in place as soon as :func:`hp_plugin.megatron.install` has run, so that
+Four stages. The *argument* hooks are in place as soon as :func:`hp_plugin.megatron.install` has run, so that
 our flags exist. The *optimizer* target is replaced once a job was parsed with ``--use-hyperfsdp`` or
-``--use-hypermuon``, the *active* ones with ``--use-hyperfsdp``; without the flags they stay the original
-objects, and a stock run is unchanged. Before anything is replaced the target
-must exist and take the parameters that the replacement relies on; otherwise it is refused by name.
+``--use-hypermuon``, the *active* ones with ``--use-hyperfsdp``, and the *observe* one instead of them with
+``--hyperfsdp-migrate observe``; without the flags they stay the original objects, and a stock run is unchanged. Before
+anything is replaced the target must exist and take the parameters that the replacement relies on; otherwise it is
+refused by name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class Rebinder:
         self._targets = targets
         self._originals: dict[Target, Any] = {}
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Targets of the release."""
+        return self._targets
+
     def activate(self, stage: Stage) -> None:
         """Replace the targets of ``stage``: all of them, or none if one does not fit.
 
@@ -37,7 +43,7 @@ class Rebinder:
         """
         pending = [target for target in self._targets if target.stage == stage and target not in self._originals]
         found = [(target, self._checked(target)) for target in pending]
-        made = [(target, original, _load(target.factory)(original)) for target, original in found]
+        made = [(target, original, load(target.factory)(original)) for target, original in found]
         for target, original, replacement in made:
             setattr(sys.modules[target.module], target.attribute, replacement)
             self._originals[target] = original
@@ -153,7 +159,8 @@ def _problem(target: Target, original: Any) -> str | None:
     return f"does not take {' and '.join(lost)} (it takes {', '.join(have)})" if lost else None
 
 
-def _load(spec: str) -> Factory:
+def load(spec: str) -> Factory:
+    """The factory that ``module:function`` names."""
     module, _, name = spec.partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)
     return factory

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Stage = Literal["arguments", "optimizer", "active"]
+Stage = Literal["arguments", "optimizer", "active", "observe"]
 Factory = Callable[[Any], Any]
 """Takes the original object, returns its replacement. Called when the target is replaced, not before."""
 
@@ -27,8 +27,8 @@ class Target:
         parameters: Names that must be among the parameters of the original.
         factory: ``module:function`` of the :data:`Factory` of the replacement.
         purpose: What the replacement is for, in a few words.
-        stage: When it is replaced: with ``install()``, once a job asks for HyperFSDP or HyperMuon, or once it asks for
-            HyperFSDP.
+        stage: When it is replaced: with ``install()``, once a job asks for HyperFSDP or HyperMuon, once it asks for
+            HyperFSDP, or where it asks only what HyperFSDP would do.
     """
 
     module: str
@@ -85,7 +85,8 @@ _METADATA = Target(
     "load_content_metadata",
     ("checkpoint_dir", "preloaded_state_dict"),
     f"{_HERE}.distributed_format:tell_who_saved",
-    "tells the optimizer which job saved a checkpoint of the distributed optimizer",
+    "tells the optimizer which job saved a checkpoint",
+    "optimizer",
 )
 """From 0.13 on, where checkpoints have metadata."""
 
@@ -112,6 +113,14 @@ _IN_EVERY_LOOP = (
         ("forward_step_func", "data_iterator", "model", "optimizer"),
         f"{_HERE}.step_report:report_steps",
         "reports waits and bytes in the log and to TensorBoard",
+    ),
+    Target(
+        _TRAINING,
+        "train_step",
+        ("forward_step_func", "data_iterator", "model", "optimizer"),
+        f"{_HERE}.observe:watch_steps",
+        "times Megatron's own back end for --hyperfsdp-migrate observe",
+        "observe",
     ),
 )
 """Names of the training loop that every release has, with these parameters."""

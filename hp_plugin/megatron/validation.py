@@ -20,6 +20,7 @@ __all__ = [
     "SwitchedOff",
     "adjust_megatron_arguments",
     "check_megatron_arguments",
+    "check_observed_arguments",
     "check_topology",
 ]
 
@@ -30,14 +31,38 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     Raises:
         UnsupportedError: At least one refused flag is set.
     """
-    found = [
-        conflict
+    reasons = _conflicts(args)
+    if reasons:
+        raise UnsupportedError(f"--use-hyperfsdp cannot be combined with {'; '.join(reasons)}.")
+
+
+def check_observed_arguments(args: argparse.Namespace, options: HyperFSDPOptions) -> list[str]:
+    """For `--hyperfsdp-migrate observe`: lines that say what HyperFSDP would refuse; nothing is changed.
+
+    Raises:
+        UnsupportedError: The job does not run on Megatron's DDP, which is what can be observed.
+        ConfigurationError: As :func:`check_topology`.
+    """
+    for attribute, flag in (
+        ("use_hypermuon", "--use-hypermuon"),
+        ("use_torch_fsdp2", "--use-torch-fsdp2"),
+        ("use_megatron_fsdp", "--use-megatron-fsdp"),
+    ):
+        if getattr(args, attribute, False):
+            raise UnsupportedError(
+                f"{flag_of('migrate')} observe cannot be combined with {flag}: it watches a job on Megatron's "
+                "DistributedDataParallel, with or without the distributed optimizer; remove one of the two."
+            )
+    check_topology(args, options)
+    return [f"observe: --use-hyperfsdp alone would refuse {reason}." for reason in _conflicts(args)]
+
+
+def _conflicts(args: argparse.Namespace) -> list[str]:
+    return [
+        f"{_spell(conflict, args)} ({conflict.advice})"
         for conflict in CONFLICTS
         if hasattr(args, conflict.attribute) and conflict.refused(getattr(args, conflict.attribute))
     ]
-    if found:
-        reasons = "; ".join(f"{_spell(conflict, args)} ({conflict.advice})" for conflict in found)
-        raise UnsupportedError(f"--use-hyperfsdp cannot be combined with {reasons}.")
 
 
 def adjust_megatron_arguments(args: argparse.Namespace) -> list[str]:
