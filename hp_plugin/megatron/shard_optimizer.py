@@ -24,6 +24,7 @@ from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import optimizer_checkpoint, optimizer_parts
 from hp_plugin.megatron.differences import decouples_weight_decay
 from hp_plugin.megatron.grad_stats import counted_once, squared_norms, sum_over_model, zero_counts
+from hp_plugin.megatron.muon_checkpoint import refuse_muon
 
 
 class ShardOptimizer(MegatronOptimizer):
@@ -233,6 +234,8 @@ class ShardOptimizer(MegatronOptimizer):
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The state cut to this rank's rows, in the format of Megatron's own optimizer that `metadata` names."""
+        if is_loading:
+            refuse_muon(metadata)
         return optimizer_checkpoint.sharded_state_dict(
             self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata
         )

@@ -179,8 +179,7 @@ class HyperMuon(Optimizer):
         names = group.get("param_names")
         if names:
             return str(names[index])
-        # Not list.index: equality of groups would compare tensors.
-        number = next(number for number, each in enumerate(self.param_groups) if each is group)
+        number = next(number for number, each in enumerate(self.param_groups) if each is group)  # == compares tensors
         return f"{index} of group {number}"
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -206,8 +205,7 @@ class HyperMuon(Optimizer):
         self.state = state
         self._make_missing_momentum()
         packed = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for key, parameter in zip(packed, parameters):
+        for key, parameter in zip(packed, (p for group in self.param_groups for p in group["params"])):
             load_into(state[parameter], state_dict["state"].get(key, {}), shape=tuple(parameter.shape))
         self._exchanger, self._is_planned, self._placed = None, False, []
 
@@ -217,16 +215,15 @@ class HyperMuon(Optimizer):
         Where the momentum of a parameter is on one replica alone (`momentum_placement="owner"`) every rank must call:
         the others get a copy of it, which lives as long as what is returned.
         """
-        self._share_momentum()
+        self.share_momentum()
         try:
             found = super().state_dict()
-            # What is dropped here stays in what is returned.
             return {**found, "state": {key: dict(state) for key, state in found["state"].items()}}
         finally:
-            self._drop_momentum()
+            self.drop_momentum()
 
-    def _share_momentum(self) -> None:
-        """Gives all replicas the momentum that one of them has."""
+    def share_momentum(self) -> None:
+        """Gives all replicas the momentum that one of them has, until `drop_momentum`. Every rank must call."""
         self._make_missing_momentum()
         for index, owner, holders in self._placed:
             buffer = local_tensor(self.state[self._matrices[index][0]]["momentum_buffer"])
@@ -238,7 +235,11 @@ class HyperMuon(Optimizer):
                 if "momentum_buffer" not in self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = zeros_like_local(parameter, group["momentum_dtype"])
 
-    def _drop_momentum(self) -> None:
+    def plan_again(self) -> None:
+        """Makes a new plan at the next step, after the momentum was written in place on all replicas."""
+        self._is_planned = False
+
+    def drop_momentum(self) -> None:
         """Frees the momentum that another replica keeps."""
         for index, owner, _ in self._placed:
             if owner != self._rank:
@@ -328,11 +329,11 @@ class HyperMuon(Optimizer):
 
     def _exchange(self) -> Exchanger:
         if self._exchanger is None or not self._is_planned:
-            self._share_momentum()
+            self.share_momentum()
             self._exchanger = self._make_exchanger()
             self._is_planned = True
             self._placed = owner_placed(self._exchanger.plan, self._rank)
-            self._drop_momentum()
+            self.drop_momentum()
             self._set_gradient_owners()
         return self._exchanger
 
