@@ -92,6 +92,7 @@ def test_deterministic_runs_have_the_same_bits_on_both_transports(meshes: str) -
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
+@pytest.mark.full
 def test_a_divisor_of_the_inner_mesh_alone_would_be_seen() -> None:
     """The negative control: without the outer divisor, gradients of experts are too large."""
     for found in run_ranks(4, nested_meshes.compare, dense=[1, 4], count=2, replicate=1, own_divisor=True):

@@ -13,19 +13,19 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allto
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 
 PAIRS = {
-    "ours to stock": (ours(4, 2, EP2), stock(4, EP2)),
-    "stock to ours": (stock(4, EP2), ours(4, 4, EP2)),
-    "shards to replicas": (ours(4, 4, EP2), ours(4, 2, EP2)),
-    "fewer ranks": (ours(4, 4, EP2), ours(2, 2, EP2)),
-    "2 to 4": (ours(4, 4, EP2), ours(4, 2, EP4)),
-    "4 to 2": (ours(4, 2, EP4), ours(4, 4, EP2)),
-    "stock 2 to ours 4": (stock(4, EP2), ours(4, 4, EP4)),
-    "ours 4 to stock 2": (ours(4, 2, EP4), stock(4, EP2)),
-    "2 to none": (ours(4, 4, EP2), ours(2, 2)),
-    "none to 2": (ours(2, 2), ours(4, 4, EP2)),
-    "stock 2 to ours without": (stock(4, EP2), ours(2, 1)),
+    "ours-to-stock": (ours(4, 2, EP2), stock(4, EP2)),
+    "stock-to-ours": (stock(4, EP2), ours(4, 4, EP2)),
+    "shards-to-replicas": (ours(4, 4, EP2), ours(4, 2, EP2)),
+    "fewer-ranks": (ours(4, 4, EP2), ours(2, 2, EP2)),
+    "2-to-4": (ours(4, 4, EP2), ours(4, 2, EP4)),
+    "4-to-2": (ours(4, 2, EP4), ours(4, 4, EP2)),
+    "stock-2-to-ours-4": (stock(4, EP2), ours(4, 4, EP4)),
+    "ours-4-to-stock-2": (ours(4, 2, EP4), stock(4, EP2)),
+    "2-to-none": (ours(4, 4, EP2), ours(2, 2)),
+    "none-to-2": (ours(2, 2), ours(4, 4, EP2)),
+    "stock-2-to-ours-without": (stock(4, EP2), ours(2, 1)),
     "pipelined": (ours(4, 2, f"{EP2} {PP}"), ours(4, 4, EP2)),
-    "to a pipeline": (ours(4, 4, EP2), stock(4, f"{EP2} {PP}")),
+    "to-a-pipeline": (ours(4, 4, EP2), stock(4, f"{EP2} {PP}")),
     "tensor-parallel": (ours(4, 2, f"{EP2} {TP} --sequence-parallel"), ours(4, 4, EP2)),
 }
 

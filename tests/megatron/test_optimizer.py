@@ -66,7 +66,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_typ
 @pytest.mark.parametrize(
     ("ranks", "supernode_size", "options", "parallel"),
     [
-        pytest.param(2, 2, {}, {"expert_parallel": 2}, id="ep2"),
+        pytest.param(2, 2, {}, {"expert_parallel": 2}, id="ep2", marks=pytest.mark.full),
         pytest.param(4, 4, {}, {"expert_parallel": 2}, id="ep2-shards-of-2", marks=pytest.mark.full),
         pytest.param(4, 2, {}, {"expert_parallel": 2}, id="ep2-replicas", marks=pytest.mark.full),
         pytest.param(
