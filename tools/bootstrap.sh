@@ -4,7 +4,7 @@
 #   tools/bootstrap.sh find PROFILE          prints the interpreter that would be used
 #   tools/bootstrap.sh setup PROFILE FOLDER  makes or completes the environment in FOLDER; does nothing when it is current
 #
-# PROFILE is `reference` (newest Python from 3.12 to 3.13, torch and megatron-core as pinned in tools/constraints.txt)
+# PROFILE is `reference` (newest Python from 3.12 to 3.13, torch, megatron-core and deepspeed as pinned in tools/constraints.txt)
 # or `compat` (Python 3.10 and the oldest supported torch, tools/constraints-compat.txt).
 # PYTHON=/path/to/python forces the interpreter. Nothing is installed outside FOLDER.
 set -eu
@@ -25,7 +25,7 @@ select_profile() {
         reference)
             lowest=312 highest=313 minors='13 12'
             wanted='Python 3.12 or 3.13' example=3.12
-            constraints=tools/constraints.txt extras=megatron,test,bench,dev
+            constraints=tools/constraints.txt extras=megatron,deepspeed,test,bench,dev
             ;;
         compat)
             lowest=310 highest=310 minors='10'
