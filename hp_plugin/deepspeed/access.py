@@ -55,7 +55,7 @@ class GatheredTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _full_of(self).__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # its own has no name there
         return repr(_full_of(self))
 
 
@@ -116,8 +116,8 @@ def write_full(target: torch.Tensor, value: torch.Tensor) -> None:
     value = full_value(value)
     if value.shape != target.shape:
         raise ConfigurationError(
-            f"a value of shape {tuple(value.shape)} was given for a tensor of shape {tuple(target.shape)}; give the full "
-            "value, not a partition."
+            f"a value of shape {tuple(value.shape)} was given for a tensor of shape {tuple(target.shape)}; give the "
+            "full value, not a partition."
         )
     if isinstance(target, GatheredTensor):
         _full_of(target).copy_(value)

@@ -117,7 +117,7 @@ def _engine_state(engine: Any) -> dict[str, Any]:
         **{counter: getattr(engine, counter) for counter in _COUNTERS},
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "dp_world_size": engine.dp_world_size,
-        "mesh": dict(zip(engine.mesh.mesh_dim_names, engine.mesh.shape)),
+        "mesh": tuple(engine.mesh.shape),
         "optimizer": type(engine.basic_optimizer).__name__ if engine.basic_optimizer is not None else None,
         "config": engine.config,
     }
@@ -159,8 +159,8 @@ def _check_folder(folder: Path) -> None:
         return
     if list(folder.glob("*_optim_states.pt")) or list(folder.glob("*_model_states.pt")):
         raise UnsupportedError(
-            f"{folder} is a checkpoint of DeepSpeed's own engine, which HyperFSDP cannot read yet; load its weights with "
-            "zero_to_fp32.py into the model before deepspeed.initialize, or resume with the stock engine."
+            f"{folder} is a checkpoint of DeepSpeed's own engine, which HyperFSDP cannot read yet; load its weights "
+            "with zero_to_fp32.py into the model before deepspeed.initialize, or resume with the stock engine."
         )
     raise ConfigurationError(
         f"{folder} holds no checkpoint of HyperFSDP (no folder {FOLDER} in it); check load_dir and tag."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.fsdp import MixedPrecisionPolicy
 from hp_plugin.core.optim.clip import clip_grads_with_norm_, total_grad_norm
@@ -16,9 +17,11 @@ from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.deepspeed import checkpoint, operations, optimizers, refusals, reporting, weights
 from hp_plugin.deepspeed.access import mark_parameters
 from hp_plugin.deepspeed.replacements import Replacements, check_live
-from hp_plugin.deepspeed.schema import read_block
+from hp_plugin.deepspeed.schema import HyperFSDPConfig, read_block
 from hp_plugin.deepspeed.sharding import shard_model
 from hp_plugin.errors import ConfigurationError, UnsupportedError
+
+MESH_AXES = ("dp_replicate", "dp_shard")
 
 
 class HyperFSDPEngine(DeepSpeedEngine):
@@ -31,6 +34,10 @@ class HyperFSDPEngine(DeepSpeedEngine):
         hyperfsdp: The block, validated.
         mesh: The device mesh `("dp_replicate", "dp_shard")` over DeepSpeed's data-parallel group.
     """
+
+    hyperfsdp: HyperFSDPConfig
+    mesh: DeviceMesh
+    inside_no_sync_ctxt: bool
 
     def __init__(self, args: Any, model: nn.Module, *positional: Any, **keywords: Any) -> None:
         config = keywords["config_class"]
@@ -81,7 +88,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         self.__dict__["_replacements"] = shard_model(self.module, options, mesh=self.mesh, policy=policy)
         mark_parameters(self)
         units = self.module.fsdp_units()
-        reporting.say(f"HyperFSDP: {len(units)} units over {dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))}")
+        reporting.say(f"HyperFSDP: {len(units)} units over {dict(zip(MESH_AXES, self.mesh.shape))}")
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
         return optimizers.is_known(optimizer_name) or super()._is_supported_optimizer(optimizer_name)
@@ -134,7 +141,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         return super()._backward_prologue(*args, **kwargs)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Reduces what backward passes inside `no_sync` have left, at the end of a step; else all is reduced already."""
+        """Reduces at the end of a step what backward passes inside `no_sync` have left; else all is reduced."""
         if self._is_unreduced and self.is_gradient_accumulation_boundary():
             self._finish_reduction()
 
@@ -144,7 +151,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside reduce within the supernode only. Works at every stage; every rank must use it alike."""
+        """Backward passes inside reduce within the supernode only. Every rank must use it alike."""
         if self.inside_no_sync_ctxt:
             raise ConfigurationError("no_sync() is open already; it cannot be nested.")
         self.inside_no_sync_ctxt = True
@@ -221,7 +228,11 @@ class HyperFSDPEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Reads what `save_checkpoint` wrote, on any mesh; every rank must call. Returns the path and the client state."""
+        """Reads what `save_checkpoint` wrote, on any mesh; every rank must call.
+
+        Returns:
+            The folder and the client state, or (None, None) where there is no checkpoint to resume from.
+        """
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "custom_load_fn gets full weights, which HyperFSDP never has in one place; load without it, or write "
@@ -249,7 +260,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Refused: shards stay on the device."""
         raise UnsupportedError(
-            "offload_states() is not supported with HyperFSDP; save a checkpoint and destroy the engine to free its memory."
+            "offload_states() is not supported with HyperFSDP; save a checkpoint and destroy the engine."
         )
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:

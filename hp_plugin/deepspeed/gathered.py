@@ -36,7 +36,8 @@ class _Gathered:
         shown = [p for p in parameters if access.is_shown_full(p)]
         if shown and modifier_rank is not None:
             raise ConfigurationError(
-                f"{len(shown)} parameters are gathered by an outer GatheredParameters already; give modifier_rank there."
+                f"{len(shown)} parameters are gathered by an outer GatheredParameters already; give "
+                "modifier_rank there."
             )
         self._parameters = [p for p in parameters if not access.is_shown_full(p)]
         self._modifier_rank = modifier_rank
@@ -96,7 +97,7 @@ def install() -> Callable[[], None]:
     return undo
 
 
-def _split(params: Any) -> tuple[list[nn.Parameter], Any]:
+def _split(params: Any) -> tuple[list[Any], Any]:
     """Ours, each once, and the rest as the original takes them."""
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         return ([params], []) if access.is_ours(params) else ([], params)

@@ -49,8 +49,8 @@ def build_optimizer(name: str, parameters: list[Any], options: Mapping[str, Any]
     if not is_known(name):
         known = [*OWN, *_ELEMENTWISE]
         raise UnsupportedError(
-            f'"optimizer.type" {name!r} is not supported with HyperFSDP: its step may need whole weights, of which a rank '
-            f"holds a part{did_you_mean(name, known)}"
+            f'"optimizer.type" {name!r} is not supported with HyperFSDP: its step may need whole weights, of which '
+            f"a rank holds a part{did_you_mean(name, known)}"
         )
     torch_adam = given.get("torch_adam", False)
     decoupled = bool(given.get("adam_w_mode", True)) or name.lower() == "adamw"
@@ -88,8 +88,8 @@ def check_client(optimizer: Any) -> None:
     place = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if place.startswith(("deepspeed.", "apex.")):
         raise UnsupportedError(
-            f"the optimizer {place} runs kernels of its own on whole parameters, but HyperFSDP gives it shards that are "
-            "DTensors; use hp_plugin.HyperAdamW or an elementwise optimizer of torch.optim."
+            f"the optimizer {place} runs kernels of its own on whole parameters, but HyperFSDP gives it shards "
+            "that are DTensors; use hp_plugin.HyperAdamW or an elementwise optimizer of torch.optim."
         )
 
 

@@ -1,4 +1,4 @@
-"""What of a DeepSpeed configuration HyperFSDP refuses, and what to use instead. Plain data: DeepSpeed is not imported."""
+"""What of a DeepSpeed configuration HyperFSDP refuses, and what to use instead. DeepSpeed is not imported."""
 
 from __future__ import annotations
 
@@ -161,11 +161,11 @@ def refused(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Every setting that HyperFSDP refuses, as its path and a sentence."""
     stage = value_at(config, "zero_optimization.stage")
     if stage != 3:
-        yield (
-            "zero_optimization.stage",
-            f'"zero_optimization.stage" is {stage!r}, but HyperFSDP shards weights, gradients and optimizer state, which '
-            "frameworks recognise by stage 3; set it to 3.",
+        sentence = (
+            f'"zero_optimization.stage" is {stage!r}, but HyperFSDP shards weights, gradients and optimizer state, '
+            "which frameworks recognise by stage 3; set it to 3."
         )
+        yield "zero_optimization.stage", sentence
     for refusal in REFUSALS:
         value = value_at(config, refusal.path)
         if value is not None and refusal.asks(value):
@@ -174,11 +174,11 @@ def refused(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f'"{refusal.path}": {value!r} is not supported with HyperFSDP: {refusal.reason}; {refusal.instead}.',
             )
     for path in _autos(config):
-        yield (
-            path,
+        sentence = (
             f'"{path}" is still "auto". HF Trainer and Accelerate fill such values in; a job of its own must give a '
-            "value, or remove the key.",
+            "value, or remove the key."
         )
+        yield path, sentence
 
 
 def check_config(config: Mapping[str, Any]) -> None:

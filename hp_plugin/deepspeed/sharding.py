@@ -175,10 +175,12 @@ def _gather_partitioned(
             vars(plain).update(_own_attributes(parameter))
             replacements.record(parameter, plain)
     for module, name, parameter in places:
-        plain = replacements.follow(parameter)
-        module._parameters[name] = plain  # type: ignore[assignment]  # what was recorded is a Parameter
+        replacement = replacements.follow(parameter)
+        assert isinstance(replacement, nn.Parameter)
+        module._parameters[name] = replacement
     for parameter in partitioned:
-        parameter.ds_tensor.data = torch.empty(0, dtype=parameter.ds_tensor.dtype, device=parameter.ds_tensor.device)
+        partition: torch.Tensor = vars(parameter)["ds_tensor"]
+        partition.data = torch.empty(0, dtype=partition.dtype, device=partition.device)
 
 
 def _own_attributes(parameter: torch.Tensor) -> dict[str, Any]:

@@ -118,13 +118,13 @@ def problem_of(target: Target) -> str | None:
 
 
 def check_targets(version: str) -> None:
-    """Raises UnsupportedError, naming the target, where the installed DeepSpeed does not have what the adapter needs."""
+    """Raises UnsupportedError, naming the target, where the installed DeepSpeed does not have what we need."""
     for target in (*EXTENDED, *REPLACED):
         problem = problem_of(target)
         if problem is not None:
             name = target.path.replace(":", ".")
             raise UnsupportedError(
-                f"{name} of DeepSpeed {version} {problem}, so hp_plugin cannot extend it safely. Another program may "
-                "have replaced it, or this DeepSpeed is a modified one; use a release that hp_plugin supports, or "
-                "import hp_plugin.deepspeed before the other program."
+                f"{name} of DeepSpeed {version} {problem}, so hp_plugin cannot extend it safely. Another "
+                "program may have replaced it, or this DeepSpeed is a modified one; use a release that hp_plugin "
+                "supports, or import hp_plugin.deepspeed before the other program."
             )

@@ -47,7 +47,7 @@ def check_deepspeed() -> str:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or (int(match[1]), int(match[2])) not in VERIFIED:
         raise UnsupportedError(
-            f"DeepSpeed {version} is installed, but this release of hp_plugin supports {supported_text()} only, because "
-            f"it extends DeepSpeed's engine and must know its methods. {advice}."
+            f"DeepSpeed {version} is installed, but this release of hp_plugin supports {supported_text()} only, "
+            f"because it extends DeepSpeed's engine and must know its methods. {advice}."
         )
     return version

@@ -89,6 +89,7 @@ def test_megatron_trains_alike(layout: bool) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_trains_alike(stage: int) -> None:
     names, options = [OURS, "deepspeed"], {"deepspeed": {"stage": stage}}

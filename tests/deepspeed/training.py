@@ -57,8 +57,9 @@ def start() -> Any:
     """DeepSpeed, quiet, with ours installed in this process and nothing compiled."""
     import logging
 
-    import hp_plugin.deepspeed  # noqa: F401  # this import is what a job adds
     import deepspeed
+
+    import hp_plugin.deepspeed  # noqa: F401  # this import is what a job adds
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -71,7 +72,8 @@ def train(*, config: dict[str, Any], style: str = "engine", steps: int = STEPS, 
     Args:
         config: for `deepspeed.initialize`.
         style: how backward is called: "engine", "direct" (`loss.backward()`), "no_sync" (all but the last micro-batch
-            inside it), "told" (as Accelerate: boundary set after forward, one `step()` per step).
+            inside it), "told" (as Accelerate: boundary set after forward, one `step()` per step), "coalesced" (all in
+            `coalesce_grad_reduction`).
         steps: of the optimizer.
         **build: see `initialize`.
     """
@@ -80,8 +82,17 @@ def train(*, config: dict[str, Any], style: str = "engine", steps: int = STEPS, 
     run = Run(engine=type(engine).__name__)
     accumulation = engine.gradient_accumulation_steps()
     for step in range(steps):
-        for micro in range(accumulation):
-            one_micro_batch(engine, run, style, step, micro, is_last=micro == accumulation - 1)
+        if style == "coalesced":
+            with engine.coalesce_grad_reduction():
+                for micro in range(accumulation):
+                    loss = engine(batch(step, micro, engine.global_rank))
+                    run.losses.append(loss.item())
+                    engine.backward(loss)
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        else:
+            for micro in range(accumulation):
+                one_micro_batch(engine, run, style, step, micro, is_last=micro == accumulation - 1)
         norm = engine.get_global_grad_norm()
         run.norms.append(float(norm))
         run.rates.append(engine.get_lr()[0])
@@ -90,10 +101,7 @@ def train(*, config: dict[str, Any], style: str = "engine", steps: int = STEPS, 
 
 
 def one_micro_batch(engine: Any, run: Run, style: str, step: int, micro: int, *, is_last: bool) -> None:
-    import torch.distributed as dist
-
-    tokens = batch(step, micro, dist.get_rank())
-    loss = engine(tokens)
+    loss = engine(batch(step, micro, engine.global_rank))
     run.losses.append(loss.item())
     if style == "direct":
         loss.backward()
