@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hp_plugin.errors import UnsupportedError
+
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The model inside data-parallel wrappers and `Float16Module`, whichever of them there are.
@@ -40,6 +42,34 @@ def is_tensor_parallel_duplicate(parameter: torch.Tensor, **groups: Any) -> bool
 def decouples_weight_decay(config: Any) -> bool:
     """Whether Adam is AdamW, by Megatron's `OptimizerConfig`. 0.12 has no choice: it always is."""
     return bool(getattr(config, "decoupled_weight_decay", True))
+
+
+def counts_steps_per_parameter() -> bool:
+    """Whether stock's Adam is torch's. The fused ones of Transformer Engine and Apex count steps per group."""
+    from megatron.core import optimizer
+
+    known = getattr(optimizer, "USING_PYTORCH_OPTIMIZER", None)
+    return bool(optimizer.Adam.__module__.startswith("torch.")) if known is None else bool(known)
+
+
+def groups_in_order(owner: Any, current: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`loaded` parameter groups of a checkpoint, in the order of `current`, those of the optimizer.
+
+    They are matched by their multipliers and overrides. In 0.12, which saves them in the order of the optimizer's own,
+    and has no function to match them, the order is kept.
+
+    Raises:
+        UnsupportedError: On 0.12, there are more or fewer groups than the optimizer has.
+    """
+    match = getattr(owner, "_filter_and_reorder_param_groups", None)
+    if match is not None:
+        return list(match(current, loaded))
+    if len(loaded) != len(current):
+        raise UnsupportedError(
+            f"the checkpoint has {len(loaded)} parameter groups, but this job's optimizer has {len(current)}; this "
+            "release of Megatron cannot match them. Use the arguments of the job that saved it."
+        )
+    return loaded
 
 
 @functools.cache

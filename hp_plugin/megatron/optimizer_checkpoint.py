@@ -17,7 +17,6 @@ import copy
 from typing import Any
 
 import torch
-from megatron.core import optimizer as stock_optimizers
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from hp_plugin.core.layout import local_tensor
@@ -25,6 +24,7 @@ from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import distributed_format
 from hp_plugin.megatron.checkpoint import Source, sources, write_into
 from hp_plugin.megatron.checkpoint_slices import cut
+from hp_plugin.megatron.differences import counts_steps_per_parameter, groups_in_order
 
 _STATE = "optimizer.state"
 _MASTERS = "fp32_from_fp16_params"
@@ -115,7 +115,7 @@ def _inner(owner: Any, of: list[Source]) -> dict[str, Any]:
         groups.append({**options, "params": LocalNonpersistentObject(indices)})
     step = owner._extract_common_per_param_step({"state": steps})
     if step is not None and float(step) > 0:
-        if getattr(stock_optimizers, "USING_PYTORCH_OPTIMIZER", True):
+        if counts_steps_per_parameter():
             state["common_step"] = torch.as_tensor(step, dtype=torch.float32).detach().cpu().clone()
         else:  # the fused Adam of Transformer Engine and Apex counts steps per group
             for group in groups:
@@ -135,8 +135,7 @@ def _masters(owner: Any, of: list[Source], *, is_loading: bool) -> list[list[Any
 
 def _load_groups(owner: Any, loaded: list[dict[str, Any]]) -> None:
     current = owner.optimizer.param_groups
-    # Groups are matched by their multipliers and overrides, since their order is not part of a checkpoint.
-    matched = owner._filter_and_reorder_param_groups(current, [dict(group) for group in loaded])
+    matched = groups_in_order(owner, current, [dict(group) for group in loaded])
     for group, saved in zip(current, matched):
         group.update({name: value for name, value in saved.items() if name not in ("params", "step")})
 
