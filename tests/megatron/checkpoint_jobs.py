@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,25 +49,23 @@ class SavedJobs:
         """The uninterrupted run of a job that saved at `HALF`."""
         return self._once(shared, layout)[1]
 
-    def resumed(self, shared: str, saver: Layout, loader: Layout, *, step: int = HALF) -> list[Run]:
-        """A job that resumes from what `saver` saved, in the layout of `loader`."""
+    def resumed(
+        self, shared: str, saver: Layout, loader: Layout, *, rank: Callable[..., Run] = training.train
+    ) -> list[Run]:
+        """A job that resumes from what `saver` saved, in the layout of `loader`; `rank` is what its ranks run."""
         place, _ = self._once(shared, saver)
-        return self._run(shared, loader, ["--load", str(place), "--ckpt-step", str(step)])
-
-    def place(self, shared: str, layout: Layout) -> Path:
-        """The directory that `layout` saved to."""
-        return self._once(shared, layout)[0]
+        return self._run(shared, loader, ["--load", str(place), "--ckpt-step", str(HALF)], rank)
 
     def _once(self, shared: str, layout: Layout) -> tuple[Path, list[Run]]:
         if (shared, layout) not in self._saved:
             place = self._directory / str(len(self._saved))
-            runs = self._run(shared, layout, ["--save", str(place), "--save-interval", str(HALF)])
+            runs = self._run(shared, layout, ["--save", str(place), "--save-interval", str(HALF)], training.train)
             self._saved[shared, layout] = place, runs
         return self._saved[shared, layout]
 
-    def _run(self, shared: str, layout: Layout, more: list[str]) -> list[Run]:
+    def _run(self, shared: str, layout: Layout, more: list[str], rank: Callable[..., Run]) -> list[Run]:
         argv = [*tiny_job("--train-iters", str(END)), *self._corpus, *shared.split(), *layout.arguments.split(), *more]
-        return run_ranks(layout.ranks, training.train, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv)
+        return run_ranks(layout.ranks, rank, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv)
 
 
 def assert_continues(reference: list[Run], resumed: list[Run], start: int, tolerance: float) -> None:

@@ -1,13 +1,16 @@
 """Checkpoints of stock Megatron's distributed optimizer, with its optimizer state: read in every layout, and written.
 
-The reference of a resumed job is the run that saved, which went on. Stock's own resume with the distributed optimizer
-needs a fused Adam, which has no CPU build; what it would read is checked tensor by tensor.
+The reference of a resumed job is the run that saved, which went on. Stock itself resumes on CPU with the help of
+`stock_distributed`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.megatron import stock_distributed, training
 from tests.megatron.cases import BF16_TOLERANCE
 from tests.megatron.checkpoint_jobs import (
     DISTRIBUTED,
@@ -22,6 +25,7 @@ from tests.megatron.checkpoint_jobs import (
     ours,
     stock,
 )
+from tests.support.ranks import RanksFailedError
 
 TOLERANCE = 1e-6
 
@@ -91,5 +95,47 @@ PAIRS = [
 def test_a_job_goes_on_from_a_checkpoint_of_the_distributed_optimizer(
     jobs: SavedJobs, shared: str, saver: Layout, loader: Layout
 ) -> None:
-    tolerance = BF16_TOLERANCE if "--bf16" in shared else TOLERANCE
-    assert_continues(jobs.saved(shared, saver), jobs.resumed(shared, saver, loader), HALF, tolerance)
+    assert_continues(jobs.saved(shared, saver), jobs.resumed(shared, saver, loader), HALF, tolerance(shared))
+
+
+def tolerance(shared: str) -> float:
+    return BF16_TOLERANCE if "--bf16" in shared else TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_stock_resumes_its_own_with_the_help_that_the_tests_give_it(jobs: SavedJobs) -> None:
+    resumed = jobs.resumed("--swiglu", model_space(4), model_space(2), rank=stock_distributed.train)
+    assert_continues(jobs.saved("--swiglu", model_space(4)), resumed, HALF, TOLERANCE)
+
+
+OURS = ours(4, 2, DISTRIBUTED)
+BACK = [
+    pytest.param("--swiglu", model_space(2), stock_distributed.train, id="distributed-dp2"),
+    pytest.param("--swiglu", model_space(4, f"{TP} {PP}"), stock_distributed.train, id="distributed-tp2-pp2"),
+    pytest.param("--swiglu", stock(2, TP), training.train, id="without-the-flag"),
+    pytest.param("--swiglu", ours(2, 2), training.train, id="ours-without-the-flag"),
+    pytest.param("--bf16", model_space(4), stock_distributed.train, id="bf16-distributed-dp4"),
+    pytest.param("--bf16", ours(4, 4, DISTRIBUTED), training.train, id="bf16-ours"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("shared", "loader", "rank"), BACK)
+def test_a_job_with_the_flag_of_the_distributed_optimizer_saves_what_stock_reads_with_it(
+    jobs: SavedJobs, shared: str, loader: Layout, rank: Any
+) -> None:
+    resumed = jobs.resumed(shared, OURS, loader, rank=rank)
+    assert_continues(jobs.saved(shared, OURS), resumed, HALF, tolerance(shared))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_buckets_of_another_cut_of_the_model_are_refused_with_advice(jobs: SavedJobs) -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        jobs.resumed("", buckets(4, PP), ours(4, 2, TP))
+    sentence = " ".join(str(failure.value).split())
+    assert "dp_reshardable, whose buckets fit one cut of the model only" in sentence
+    assert "tensor_model_parallel_size 1 (now 2), pipeline_model_parallel_size 2 (now 1)" in sentence
+    assert "--dist-ckpt-optim-fully-reshardable" in sentence and "--no-load-optim" in sentence
