@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from hp_plugin.core.muon import HyperMuon
 from hp_plugin.core.muon.blocks import Split
@@ -109,20 +109,23 @@ class Ranks:
             options: Whether the whole matrix is orthogonalized.
         """
         group = self._tp[assignment.is_expert]
+        placements: tuple[Placement, ...]
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
             ranks, sizes = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
+            placements = parameter.placements
         else:
             assert replicas is not None
             ranks = tuple(dist.get_process_group_ranks(replicas))
-            names, sizes = ("dp",), (len(ranks),)
+            names, sizes, placements = ("dp",), (len(ranks),), (Replicate(),)
         key = ((ranks, sizes), assignment.is_expert)
         if key not in self._grids:
             self._grids[key] = RankGrid.gather(ranks, names, sizes, group)
         cut = TensorParallelCut.of(parameter, group.size(), pieces=assignment.fusion.pieces)
         blockwise = options.tensor_parallel == "blockwise" and cut.dim is not None
-        return distribution_of(parameter, cut, self._grids[key], own=group.rank() if blockwise else None)
+        own = group.rank() if blockwise else None
+        return distribution_of(parameter.shape, placements, cut, self._grids[key], own=own)
 
 
 def make_muon(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hp_plugin.core.layout import Layout
@@ -100,27 +100,27 @@ class RankGrid:
 
 
 def distribution_of(
-    parameter: torch.Tensor, cut: TensorParallelCut, grid: RankGrid, *, own: int | None = None
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    cut: TensorParallelCut,
+    grid: RankGrid,
+    *,
+    own: int | None = None,
 ) -> Distribution:
     """The distribution of the matrix to be orthogonalized, over tensor- and data-parallel ranks. No communication.
 
     Args:
-        parameter: Of this rank: a `DTensor` on the data-parallel mesh of the grid, or a plain tensor, which every rank
-            of that mesh has a copy of.
+        shape: Of the part of the weight that a tensor-parallel rank has, before data parallelism shards it.
+        placements: Of that part on the data-parallel mesh of the grid.
         cut: By tensor parallelism.
         grid: The ranks.
         own: Index of the tensor-parallel rank whose part is a matrix by itself; None for the matrix of all of them.
     """
-    placements: tuple[Placement, ...] = tuple(Replicate() for _ in grid.axis_sizes)
-    if isinstance(parameter, DTensor):
-        placements = tuple(parameter.placements)
     if own is not None:
-        return Distribution(
-            Layout(tuple(parameter.shape), grid.axis_names, grid.axis_sizes, placements), grid.ranks[own]
-        )
+        return Distribution(Layout(tuple(shape), grid.axis_names, grid.axis_sizes, tuple(placements)), grid.ranks[own])
     axes = len(placements)
     layout = Layout(
-        cut.whole_shape(parameter.shape),
+        cut.whole_shape(shape),
         (*grid.axis_names, TP_AXIS),
         (*grid.axis_sizes, len(grid.ranks)),
         (*placements, cut.placement),
