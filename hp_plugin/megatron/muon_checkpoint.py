@@ -80,6 +80,20 @@ def refuse_muon(metadata: Mapping[str, Any] | None) -> None:
         )
 
 
+def refuse_flat_states(metadata: Mapping[str, Any] | None) -> None:
+    """Refuse the distributed optimizer's formats, which Megatron's optimizers without sharding do not read.
+
+    Raises:
+        UnsupportedError: The checkpoint is in one of them.
+    """
+    name = format_of(dict(metadata or {}))
+    if name is not None:
+        raise UnsupportedError(
+            f"the optimizer state is in the distributed optimizer's format {name}, which --use-hypermuon reads with "
+            "--use-hyperfsdp only: add the flag, or load weights alone with --no-load-optim."
+        )
+
+
 @contextmanager
 def whole_momentum(muon: HyperMuon, *, is_loading: bool) -> Iterator[None]:
     """Within it all replicas have the momentum that one of them keeps; after loading, until the next step.

@@ -62,6 +62,8 @@ class MuonFP32Optimizer(FP32Optimizer):
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As stock's."""
+        if is_loading:
+            muon_checkpoint.refuse_flat_states(metadata)
         with muon_checkpoint.whole_momentum(self.optimizer, is_loading=is_loading):
             described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)
         muon_checkpoint.describe(self, described, metadata, is_loading=is_loading)
@@ -82,6 +84,8 @@ class MuonFloat16Optimizer(Float16OptimizerWithFloat16Params):
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As stock's."""
+        if is_loading:
+            muon_checkpoint.refuse_flat_states(metadata)
         with muon_checkpoint.whole_momentum(self.optimizer, is_loading=is_loading):
             described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)
         muon_checkpoint.describe(self, described, metadata, is_loading=is_loading)
