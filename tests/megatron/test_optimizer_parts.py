@@ -72,3 +72,16 @@ def test_states_in_the_same_number_of_parts_are_left_alone() -> None:
 def test_a_missing_part_is_named() -> None:
     with pytest.raises(ConfigurationError, match="no state for part 1 of the 2 parts"):
         split({0: saved(group(lr=0.1))}, 2)
+
+
+def test_parts_of_the_distributed_optimizer_find_their_options_too() -> None:
+    tensors = {"hyperfsdp_param_state": {0: {"exp_avg": "tensor"}}}
+    whole = {"optimizer": {"param_groups": [group(lr=0.1, step=7), group(lr=0.2, wd_mult=0.0, step=7)]}}
+    parts = split({**whole, "param_state_sharding_type": "fully_reshardable", 0: tensors, 1: tensors}, 2)
+    assert matched(parts[0], group(lr=0.0), group(lr=0.0, wd_mult=0.0)) == [0.1, 0.2]
+    assert matched(parts[1], group(lr=0.0, experts=True)) == [0.1]
+    experts = {"optimizer": {"param_groups": [group(lr=0.3, experts=True, step=7)]}, "grad_scaler": {"scale": 2.0}}
+    state = joined({**tensors, 0: whole, 1: experts})
+    assert matched(state, group(lr=0.0), group(lr=0.0, wd_mult=0.0)) == [0.1, 0.2]
+    assert state["grad_scaler"] == {"scale": 2.0}
+    assert state["hyperfsdp_param_state"] == tensors["hyperfsdp_param_state"]
