@@ -142,7 +142,7 @@ def _buffers(chunks: Sequence[Any]) -> list[Any]:
 
 
 def _states(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that an optimizer holds beside the weights: moments, and fp32 copies of weights."""
+    """Every tensor with elements of weights that an optimizer holds beside them: moments, and fp32 copies."""
     seen: set[int] = set()
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
@@ -152,7 +152,7 @@ def _states(optimizer: Any) -> Iterator[torch.Tensor]:
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
             tensors += [master for group in getattr(part, name, None) or [] for master in group]
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
 

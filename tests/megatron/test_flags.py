@@ -71,7 +71,6 @@ def test_sizes_of_buckets_and_prefetch_reach_the_options() -> None:
         (["--hyperfsdp-transport", "symm_mem"], "--hyperfsdp-transport symm_mem"),
         (["--hyperfsdp-mode", "validation"], "--hyperfsdp-mode validation"),
         (["--hyperfsdp-optimizer-sharding", "shard_replicate"], "--hyperfsdp-optimizer-sharding shard_replicate"),
-        (["--hyperfsdp-migrate", "observe"], "--hyperfsdp-migrate observe"),
     ],
 )
 def test_values_that_are_not_built_yet_are_refused_by_name(words: list[str], what: str) -> None:
@@ -108,6 +107,12 @@ def test_an_option_without_the_switch_is_an_error() -> None:
         flags.resolve(parsed("--hyperfsdp-supernode-size", "2"))
     with pytest.raises(ConfigurationError, match="--hyperfsdp-config has no effect"):
         flags.resolve(parsed("--hyperfsdp-config", "x.yaml"))
+
+
+def test_observing_is_an_option_like_any_other() -> None:
+    assert resolved("--hyperfsdp-migrate", "observe").migrate == "observe"
+    with pytest.raises(ConfigurationError, match=r"--hyperfsdp-migrate is 'everything'; expected observe"):
+        resolved("--hyperfsdp-migrate", "everything")
 
 
 def test_the_device_may_be_given_without_the_switch() -> None:
