@@ -78,8 +78,12 @@ def series(version: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def check_megatron() -> str:
+def check_megatron(*, training: bool = True) -> str:
     """Return the version of an installed Megatron that this adapter supports.
+
+    Args:
+        training: Whether ``megatron.training`` is needed too, as for the flags. A loop of one's own around the wrapper
+            needs ``megatron.core`` alone.
 
     Raises:
         UnsupportedError: Megatron is missing, has no ``megatron.training``, or is of another series; or
@@ -105,7 +109,7 @@ def check_megatron() -> str:
             f"megatron-core {version} needs Python >= {'.'.join(map(str, release.python))}, but this is Python {here}. "
             "Make an environment with a newer Python."
         )
-    if not has_training():
+    if training and not has_training():
         advice = (
             f'Install the wheel with its extra, pip install "megatron-core[training]=={version}", or put'
             if release.wheel_has_training

@@ -26,11 +26,12 @@ def preload_core() -> None:
 
 
 def preload_megatron() -> None:
-    """Import torch, the CPU compatibility layer and Megatron's training package."""
+    """Import torch, the CPU compatibility layer and Megatron, with its training package where that is installed."""
     preload_core()
     compat = importlib.import_module("hp_plugin.megatron.cpu_compat")
     compat.install()
-    importlib.import_module("megatron.training")
+    versions = importlib.import_module("hp_plugin.megatron.versions")
+    importlib.import_module("megatron.training" if versions.has_training() else "megatron.core.optimizer")
 
 
 def preload_deepspeed() -> None:

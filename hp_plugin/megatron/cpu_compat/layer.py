@@ -18,7 +18,8 @@ _ledger: Ledger | None = None
 def install() -> None:
     """Emulate ``torch.cuda`` names on CPU for Megatron in this process, and say so in one line on rank 0.
 
-    Must run before Megatron is imported, since Megatron copies some of the names. A second call does nothing.
+    Must run before Megatron is imported, since Megatron copies some of the names. A second call does nothing. Where
+    there is ``megatron.core`` alone, what only ``megatron.training`` needs is left out.
 
     Raises:
         UnsupportedError: An accelerator is present, or the Megatron release is not supported.
@@ -28,7 +29,7 @@ def install() -> None:
     if _ledger is not None:
         return
     _refuse_accelerator()
-    series = versions.series(versions.check_megatron())
+    series = versions.series(versions.check_megatron(training=False))
     if "megatron.core" in sys.modules:
         raise ConfigurationError(
             "the CPU compatibility layer must be in place before Megatron is imported, and megatron.core is imported "

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from hp_plugin.megatron import versions
 from hp_plugin.megatron.cpu_compat.patches import Ledger
 
 AREA = "Megatron"
@@ -14,8 +15,10 @@ AREA = "Megatron"
 
 def apply(ledger: Ledger, series: tuple[int, int]) -> None:
     """Import Megatron (torch names must be replaced by now) and replace what its release ``series`` needs."""
+    whole = versions.has_training()
     for step in STEPS[series]:
-        step(ledger)
+        if whole or step not in _OF_TRAINING:
+            step(ledger)
 
 
 def keep_compiled_helpers(ledger: Ledger) -> None:
@@ -79,3 +82,5 @@ STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
     (0, 19): _NEWEST,
 }
 """What each supported release needs, in order."""
+
+_OF_TRAINING = (skip_fused_kernels, allow_no_cuda)
