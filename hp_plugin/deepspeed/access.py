@@ -61,7 +61,7 @@ class GatheredTensor(DTensor):
 
 def show_full(parameter: torch.Tensor) -> None:
     """From now on `parameter` is its full value. Every rank of its shard group must call."""
-    full = torch.nn.Parameter(full_value(parameter).clone(), requires_grad=parameter.requires_grad)
+    full = torch.nn.Parameter(full_value(parameter), requires_grad=parameter.requires_grad)
     vars(parameter)[_FULL] = full
     parameter.__class__ = GatheredTensor
 
@@ -76,6 +76,10 @@ def show_shard(parameter: torch.Tensor) -> torch.Tensor:
 def is_shown_full(parameter: torch.Tensor) -> bool:
     """Whether :func:`show_full` is in effect."""
     return type(parameter) is GatheredTensor
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _full_of(value: Any) -> Any:
@@ -104,10 +108,13 @@ def engine_of(parameter: torch.Tensor) -> Any:
 
 @torch.no_grad()
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, plain. Every rank of its shard group must call."""
+    """The whole of a sharded tensor, plain, in memory of its own. Every rank of its shard group must call."""
     if isinstance(tensor, GatheredTensor):
         return _full_of(tensor).detach().clone()
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full = tensor.full_tensor().detach()
+    return full.clone() if _share_memory(full, local_tensor(tensor)) else full  # a shard group of one rank
 
 
 @torch.no_grad()

@@ -102,7 +102,12 @@ class HyperFSDPEngine(DeepSpeedEngine):
         optimizers.complete_for_engine(self.basic_optimizer)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
-        return optimizers.build_optimizer(self.optimizer_name(), model_parameters, self.optimizer_params() or {})
+        optimizer = optimizers.build_optimizer(
+            self.optimizer_name(), model_parameters, self.optimizer_params() or {}, model=self.module
+        )
+        if not self.client_lr_scheduler:
+            optimizers.check_scheduler(optimizer, self.scheduler_name(), self.scheduler_params() or {})
+        return optimizer
 
     @contextlib.contextmanager
     def _fp32_inside(self, config: Any = None) -> Iterator[None]:
@@ -269,7 +274,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
 
 @contextlib.contextmanager
 def _without_step(optimizer: Any) -> Iterator[None]:
-    """Inside, `optimizer.step()` does nothing: a gradient is not finite. Schedulers may have put a step of their own."""
+    """Inside, `optimizer.step()` does nothing: a gradient is not finite. A scheduler may have put a step of its own."""
     own = optimizer.__dict__.get("step")
     optimizer.step = lambda *args, **kwargs: None
     try:

@@ -71,8 +71,8 @@ def check_live(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             raise ConfigurationError(
                 f"parameter group {index} of the optimizer has {len(dead)} of {len(group['params'])} parameters that "
                 f"are not parameters of the model (shapes {shapes}, ...), so a step would not change the model. "
-                "Build the optimizer from the parameters of the module that is passed to deepspeed.initialize, after the last "
-                "change to that module."
+                "Build the optimizer from the parameters of the module that is passed to deepspeed.initialize, after "
+                "the last change to that module."
             )
 
 

@@ -238,3 +238,48 @@ def step_with_infinite_gradients() -> dict[str, Any]:
     facts["applied later"] = engine.was_step_applied()
     engine.destroy()
     return facts
+
+
+MUON = {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "float32"}
+
+
+def train_with_muon(*, supernode_size: int, ranks_of_data: int) -> Run:
+    """HyperMuon from the JSON, with clipping that bites; every rank sees the batches of all `ranks_of_data` ranks."""
+    config = base_config(
+        hyperfsdp={"supernode_size": supernode_size},
+        optimizer={"type": "HyperMuon", "params": MUON},
+        gradient_clipping=0.1,
+        gradient_accumulation_steps=ranks_of_data,
+    )
+    engine = initialize(start(), config)
+    assert {group["algorithm"] for group in engine.optimizer.param_groups} == {"muon", "adamw"}
+    run = Run(engine=type(engine).__name__)
+    for step in range(4):
+        for data in range(ranks_of_data):
+            loss = engine(batch(step, 0, data))
+            run.losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        run.norms.append(engine.get_global_grad_norm())
+    run.weights = full_weights(engine)
+    return run
+
+
+def muon_refusals() -> dict[str, str]:
+    """What is said about schedulers that set one rate, and about groups."""
+    deepspeed = start()
+    config = base_config(optimizer={"type": "HyperMuon", "params": MUON}, scheduler=SCHEDULED)
+    found = {"scheduler": told(lambda: initialize(deepspeed, config))}
+    from tests.deepspeed.models import build_model
+
+    model = build_model()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    plain = base_config(optimizer={"type": "HyperMuon", "params": MUON})
+    found["groups"] = told(lambda: deepspeed.initialize(model=model, model_parameters=groups, config=plain))
+    listed = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": [0.02, 0.003]}}
+    listed["params"]["warmup_min_lr"] = [0.0, 0.0]
+    engine = initialize(deepspeed, base_config(optimizer={"type": "HyperMuon", "params": MUON}, scheduler=listed))
+    for step in range(3):
+        one_micro_batch(engine, Run(), "engine", step, 0, is_last=True)
+    found["rates"] = str(engine.get_lr())
+    return found

@@ -43,7 +43,7 @@ EXPECTED = {
     "uneven": "does not divide the 2 ranks",
     "unit": "did you mean Block",
     "muon": "HyperMuon",
-    "lion": "'Lion' is not supported",
+    "lion": "'lion' is not supported",
     "option": "did you mean betas",
     "norm": "gradient_clipping",
     "pipeline": "PipelineModule",

@@ -106,7 +106,8 @@ def load_checkpoint(
         optimizers,
         model_state_dict=state["model"],
         optim_state_dict=state.get("optimizer", {}),
-        options=StateDictOptions(strict=strict, ignore_frozen_params=ignore_frozen),
+        # DCP has found every key that it was asked for; those of frozen parameters were not asked for.
+        options=StateDictOptions(strict=strict and not ignore_frozen, ignore_frozen_params=ignore_frozen),
     )
     return dict(state["extra"])
 
