@@ -25,14 +25,21 @@ select_profile() {
         reference)
             lowest=312 highest=313 minors='13 12'
             wanted='Python 3.12 or 3.13' example=3.12
-            constraints=tools/constraints.txt extras=megatron,deepspeed,test,bench,dev
+            alone='' constraints=tools/constraints.txt extras=megatron,deepspeed,test,bench,dev
             ;;
         compat)
             lowest=310 highest=310 minors='10'
             wanted='Python 3.10' example=3.10
             constraints=tools/constraints-compat.txt extras=test
+            alone=megatron-core==0.12.1
             ;;
-        *) fail "unknown profile '$1': expected 'reference' or 'compat'." ;;
+        compat-3.11)
+            lowest=311 highest=311 minors='11'
+            wanted='Python 3.11' example=3.11
+            constraints=tools/constraints-compat-3.11.txt extras=test
+            alone=megatron-core==0.16.1
+            ;;
+        *) fail "unknown profile '$1': expected 'reference', 'compat' or 'compat-3.11'." ;;
     esac
 }
 
@@ -130,7 +137,7 @@ find_python() {
 record_of() { printf '%s/.hp-plugin-environment' "$1"; }
 
 hash_of_environment() {
-    (cd "$root" && cat "$constraints" && printf '%s' "$wanted $extras") | cksum | tr ' ' -
+    (cd "$root" && cat "$constraints" && printf '%s' "$wanted $extras $alone") | cksum | tr ' ' -
 }
 hash_of_package() {
     (
@@ -203,6 +210,11 @@ install_package() {
     (cd "$root" &&
         "$folder/bin/python" -m pip install --disable-pip-version-check -c "$constraints" "$@" -e ".[$extras]") ||
         fail "the installation failed, see above; the next run starts again from nothing."
+    if [ -n "$alone" ]; then
+        # 0.12.1 declares tools for its own tests and more; what we import of it needs none of them.
+        "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps "$alone" ||
+            fail "the installation of $alone failed, see above; the next run starts again from nothing."
+    fi
     say "$("$folder/bin/python" -c 'from hp_plugin.core.kernels import native_status; print(native_status().reason)')"
 }
 

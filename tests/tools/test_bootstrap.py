@@ -136,10 +136,16 @@ def test_forced_python_is_the_only_candidate(machine: Machine) -> None:
     assert "does not exist or cannot be run" in absent.stderr
 
 
-def test_compat_profile_takes_python_3_10_only(machine: Machine) -> None:
+@pytest.mark.parametrize(("profile", "version"), [("compat", (3, 10, 13)), ("compat-3.11", (3, 11, 7))])
+def test_compat_profiles_take_their_own_python_only(
+    machine: Machine, profile: str, version: tuple[int, int, int]
+) -> None:
     fake_python(machine.bin / "python3.12", (3, 12, 9))
-    expected = fake_python(machine.home / ".pyenv/versions/3.10.13/bin/python3", (3, 10, 13))
-    assert machine.run("find", "compat").stdout == f"{expected}\n"
+    places = {(3, minor, micro): machine.home / f".pyenv/versions/3.{minor}.{micro}/bin/python3"
+              for _, minor, micro in ((3, 10, 13), (3, 11, 7))}  # fmt: skip
+    for each, place in places.items():
+        fake_python(place, each)
+    assert machine.run("find", profile).stdout == f"{places[version]}\n"
 
 
 def test_unknown_profile_and_missing_arguments_are_refused(machine: Machine) -> None:
@@ -161,6 +167,8 @@ class Project:
             "pyproject.toml",
             "CMakeLists.txt",
             "tools/constraints.txt",
+            "tools/constraints-compat.txt",
+            "tools/constraints-compat-3.11.txt",
             "hp_plugin/_version.py",
             "native/code.c",
         ):
@@ -173,6 +181,9 @@ class Project:
         write_executable(
             inner,
             f"""case "$*" in
+            *"pip install"*"--no-deps"*)
+                for word; do :; done
+                echo "$word" >>"{self.log}" ;;
             *"pip install"*)
                 echo started >>"{self.log}"
                 sleep "${{PIP_SECONDS:-0}}"
@@ -182,20 +193,25 @@ class Project:
             esac
             """,
         )
-        self.python = write_executable(
-            machine.bin / "python3.12",
+        for version in ("3.12", "3.11", "3.10"):
+            self.write_python(machine.bin / f"python{version}", version.replace(".", ""), inner)
+        (root / "tools" / "chmod").symlink_to("/bin/chmod")
+
+    @staticmethod
+    def write_python(place: Path, version: str, inner: Path) -> None:
+        write_executable(
+            place,
             f"""case "$*" in
-            *ensurepip*) echo "312 51118320 {machine.bin}/python3.12" ;;
+            *ensurepip*) echo "{version} 51118320 {place}" ;;
             *fcntl*) shift 3; exec "{REAL_PYTHON}" -I -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' ;;
             "-m venv "*) mkdir -p "$3/bin"; cat "{inner}" >"$3/bin/python"; chmod +x "$3/bin/python" ;;
             *) echo 3.12.0 ;;
             esac
             """,
         )
-        (root / "tools" / "chmod").symlink_to("/bin/chmod")
 
-    def setup(self, **variables: str) -> subprocess.CompletedProcess[str]:
-        return self.machine.run("setup", "reference", str(self.folder), script=self.script, **variables)
+    def setup(self, profile: str = "reference", **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.machine.run("setup", profile, str(self.folder), script=self.script, **variables)
 
     @property
     def record(self) -> Path:
@@ -221,6 +237,16 @@ def test_second_setup_does_nothing(project: Project) -> None:
     second = project.setup()
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert project.log_lines() == ["started", "finished"]
+
+
+@pytest.mark.parametrize(("profile", "megatron"), [("compat", "0.12.1"), ("compat-3.11", "0.16.1")])
+def test_compat_profiles_install_megatron_core_without_what_it_declares(
+    project: Project, profile: str, megatron: str
+) -> None:
+    done = project.setup(profile)
+    assert done.returncode == 0, done.stderr
+    assert project.log_lines() == ["started", "finished", f"megatron-core=={megatron}"]
+    assert project.setup(profile).stderr == ""
 
 
 def test_failed_installation_is_not_recorded_and_redone_from_nothing(project: Project) -> None:
