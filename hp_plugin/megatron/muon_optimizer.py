@@ -22,7 +22,7 @@ from hp_plugin.megatron.differences import unwrapped
 from hp_plugin.megatron.muon_flags import HyperMuonOptions
 from hp_plugin.megatron.muon_groups import Group, Ranks, make_muon, split_groups
 from hp_plugin.megatron.muon_routing import Assignment, assign
-from hp_plugin.megatron.shard_optimizer import ShardOptimizer, _grad_scaler, mesh_of
+from hp_plugin.megatron.shard_optimizer import ShardOptimizer, grad_scaler_of, mesh_of
 
 
 class MuonShardOptimizer(ShardOptimizer):
@@ -186,7 +186,7 @@ def _on_ddp(
     holder = torch.optim.SGD([{**group, "params": list(group["params"])} for _, group in groups], lr=0.0)
     made: MuonFP32Optimizer | MuonFloat16Optimizer
     if config.bf16 or config.fp16:
-        made = MuonFloat16Optimizer(holder, config, _grad_scaler(config), _nothing)
+        made = MuonFloat16Optimizer(holder, config, grad_scaler_of(config), _nothing)
     else:
         made = MuonFP32Optimizer(holder, config, _nothing)
     masters = [master for group in holder.param_groups for master in group["params"]]

@@ -67,7 +67,7 @@ class ShardOptimizer(MegatronOptimizer):
         self.expert_tp_group = expert_tp_group
         self.mesh: DeviceMesh = model_chunks[0].mesh if mesh is None else mesh
         self.device = model_chunks[0].device
-        self.grad_scaler = _grad_scaler(config)
+        self.grad_scaler = grad_scaler_of(config)
         self.grad_norms_by_group: dict[str, float] = {}
         self._one = torch.ones(1, dtype=torch.float32, device=self.device)
         self.separate_norms = self._separate_norm_groups()
@@ -331,7 +331,7 @@ def _plain_torch_optimizer(config: Any, groups: list[dict[str, Any]]) -> torch.o
     return torch.optim.Adam(groups, lr=config.lr, weight_decay=config.weight_decay, betas=betas, eps=config.adam_eps)
 
 
-def _grad_scaler(config: Any) -> Any:
+def grad_scaler_of(config: Any) -> Any:
     """The loss scale by stock's rule: a constant one if given, a dynamic one for fp16, else none."""
     if not (config.fp16 or config.bf16):
         return None
