@@ -42,7 +42,7 @@ class Assignment:
     """Who trains a parameter.
 
     Attributes:
-        name: In its model chunk.
+        name: In its model chunk; behind the number of the chunk if there are several.
         algorithm: "muon" or "adamw".
         fusion: How it is cut; of Muon's parameters.
         is_expert: Whether expert tensor parallelism cuts it.
@@ -77,7 +77,8 @@ def assign(
     rows: list[Row] = []
     parameters: list[nn.Parameter] = []
     frozen: list[str] = []
-    for model in models:
+    for number, model in enumerate(models):
+        prefix = f"{number}." if len(models) > 1 else ""
         routing = route(
             model,
             muon=_matching(include, model) or None,
@@ -88,8 +89,8 @@ def assign(
         fusions = dict(fused(model, options, tp_size))
         for row, parameter in zip(routing.rows, routing.parameters):
             fusion = fusions.get(id(parameter), Fusion(row.split)) if row.algorithm == "muon" else Fusion()
-            rows.append(replace(row, split=fusion.split))
-            assigned[id(parameter)] = Assignment(row.name, row.algorithm, fusion, is_expert(row.name))
+            rows.append(replace(row, name=prefix + row.name, split=fusion.split))
+            assigned[id(parameter)] = Assignment(prefix + row.name, row.algorithm, fusion, is_expert(row.name))
         parameters += routing.parameters
         frozen += routing.frozen
     if not _anywhere([any(row.algorithm == "muon" for row in rows)], group)[0]:

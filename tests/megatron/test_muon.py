@@ -14,7 +14,7 @@ import pytest
 
 from tests.megatron import training
 from tests.megatron.cases import FP32_TOLERANCE, tiny_job
-from tests.megatron.checkpoint_jobs import PP, TP, Layout, SavedJobs, assert_continues, ours, stock
+from tests.megatron.checkpoint_jobs import INTERLEAVED, PP, TP, Layout, SavedJobs, assert_continues, ours, stock
 from tests.megatron.test_equivalence import assert_same_series
 from tests.megatron.training import Run
 from tests.support import run_ranks
@@ -26,6 +26,8 @@ MODERN = (
     "--untie-embeddings-and-output-weights"
 )
 PLAIN = ""
+EXPERTS = f"{MODERN} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
+EP = "--expert-model-parallel-size 2"
 STOCK_MUON = (
     "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-scale-mode spectral --muon-extra-scale-factor 0.2 "
     "--muon-coefficient-type simple --muon-fp32-matmul-prec high --muon-tp-mode"
@@ -110,6 +112,9 @@ CASES = (
     Case("ddp4", PLAIN, on_ddp(4)),
     Case("ddp-tp2-sequence-parallel-modern", MODERN, on_ddp(4, f"{TP} --sequence-parallel")),
     Case("ddp-pp2", PLAIN, on_ddp(4, PP)),
+    Case("shards-interleaved", PLAIN, on_shards(4, 2, INTERLEAVED)),
+    Case("shards-experts-ep2", EXPERTS, on_shards(2, 2, EP)),
+    Case("ddp-experts-ep2", EXPERTS, on_ddp(2, EP)),
 )
 
 
