@@ -55,6 +55,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         own["_replacements"] = Replacements()
         own["_is_bf16"] = bool(config.bfloat16_config.enabled)
         own["_is_unreduced"] = False
+        own["_has_seen_backward"] = False
         if model_parameters := keywords.get("model_parameters"):
             keywords["model_parameters"] = list(model_parameters)
         config.zero_optimization_stage, config.zero_enabled, config.zero_config.stage = 0, False, 0
@@ -129,6 +130,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         crosses = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.module.set_requires_all_reduce(crosses)
         self._is_unreduced = not crosses
+        self._has_seen_backward = True
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See DeepSpeed. Every micro-batch is reduced inside the supernode, the last of a step between them too."""
@@ -175,6 +177,13 @@ class HyperFSDPEngine(DeepSpeedEngine):
     # ---------------------------------------------------------------- step
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if not self._has_seen_backward and any(p.grad is not None for p in self.module.parameters()):
+            raise ConfigurationError(
+                "gradients were made past the engine, which neither scaled the loss nor knew how far to reduce them; "
+                "call engine.backward(loss). loss.backward() needs DeepSpeed 0.18 or later and an output of tensors, "
+                "tuples, lists and dicts."
+            )
+        self._has_seen_backward = False
         if self._is_unreduced:
             self._finish_reduction()  # a step after backward passes that were all inside no_sync
         optimizer: Any = self.optimizer

@@ -124,8 +124,8 @@ def check_scheduler(optimizer: torch.optim.Optimizer, name: str | None, options:
     if single and len({group["lr"] for group in optimizer.param_groups}) > 1:
         rates = [group["lr"] for group in optimizer.param_groups]
         raise ConfigurationError(
-            f'"scheduler.params.{single[0]}" is one number, which {name} gives to every parameter group, but the groups '
-            f"of HyperMuon have the learning rates {rates}; give a list of {len(rates)} or use WarmupCosineLR."
+            f'"scheduler.params.{single[0]}" is one number, which {name} gives to every parameter group, but the '
+            f"groups of HyperMuon have the learning rates {rates}; give a list of {len(rates)} or use WarmupCosineLR."
         )
 
 

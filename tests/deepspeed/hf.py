@@ -105,6 +105,7 @@ def train_with_trainer(
         seed=0,
         optim="adamw_torch",
         disable_tqdm=True,
+        ddp_backend="gloo",  # otherwise Accelerate takes a job on CPU for one of a single process
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(
