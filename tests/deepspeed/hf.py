@@ -68,6 +68,7 @@ def train_with_trainer(
     """
     deepspeed = start()
     del deepspeed
+    from accelerate import PartialState
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -84,6 +85,9 @@ def train_with_trainer(
         config["optimizer"] = {"type": optimizer, "params": {"lr": "auto", "weight_decay": "auto", **more}}
     if block is not None:
         config["hyperfsdp"] = block
+    # Without a backend by name, Accelerate takes a job on CPU for one of a single process.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
     arguments = TrainingArguments(
         directory,
         deepspeed=config,
@@ -105,7 +109,7 @@ def train_with_trainer(
         seed=0,
         optim="adamw_torch",
         disable_tqdm=True,
-        ddp_backend="gloo",  # otherwise Accelerate takes a job on CPU for one of a single process
+        accelerator_config={"use_configured_state": True},
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(
