@@ -128,8 +128,8 @@ def _apply(args: argparse.Namespace) -> None:
         return
     if with_muon:
         muon_validation.check_megatron_arguments(args)
-    _installed.activate("optimizer")
     if not active:
+        _installed.activate("optimizer")
         return
     validation.check_megatron_arguments(args)
     validation.check_topology(args, options)
@@ -139,6 +139,7 @@ def _apply(args: argparse.Namespace) -> None:
     line_on_connections = connections_line(args, os.environ, device=device)
     if line_on_connections is not None:
         reporting.say(line_on_connections)
+    _installed.activate("optimizer")
     _installed.activate("active")
 
 

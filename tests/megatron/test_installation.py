@@ -17,17 +17,15 @@ from tests.support import run_ranks
 
 ARGUMENT_HOOK = "megatron.training.arguments.parse_args"
 INSTALLED = versions.series(versions.megatron_version() or "0.19.2")
-ACTIVE_TARGETS = [target.name for target in rebind.TABLES[INSTALLED] if target.stage == "active"]
+TARGETS = rebind.TABLES[INSTALLED]
+ACTIVE_TARGETS = [target.name for target in TARGETS if target.stage in ("optimizer", "active")]
 
 
 def objects_behind_targets() -> dict[str, int]:
     """Identity of every target, looked up as Megatron looks it up."""
     import importlib
 
-    return {
-        target.name: id(getattr(importlib.import_module(target.module), target.attribute))
-        for target in rebind.TABLES[INSTALLED]
-    }
+    return {target.name: id(getattr(importlib.import_module(target.module), target.attribute)) for target in TARGETS}
 
 
 def parse(*words: str) -> Any:
@@ -60,10 +58,11 @@ def replaced_after(*, commands: list[list[str]]) -> list[list[str]]:
 
 
 def test_only_the_argument_hook_is_replaced_until_a_job_asks_for_hyperfsdp() -> None:
-    off, on = [], ["--use-hyperfsdp"]
-    (seen,) = run_ranks(1, replaced_after, flavour="megatron", commands=[off, on, on, off])
+    off, on, watch = [], ["--use-hyperfsdp"], ["--use-hyperfsdp", "--hyperfsdp-migrate", "observe"]
+    (seen,) = run_ranks(1, replaced_after, flavour="megatron", commands=[off, on, on, watch, off])
     everything = sorted([ARGUMENT_HOOK, *ACTIVE_TARGETS])
-    assert seen == [[], [ARGUMENT_HOOK], [ARGUMENT_HOOK], everything, everything, [ARGUMENT_HOOK], []]
+    watched = sorted([ARGUMENT_HOOK, *(target.name for target in TARGETS if target.stage == "observe")])
+    assert seen == [[], [ARGUMENT_HOOK], [ARGUMENT_HOOK], everything, everything, watched, [ARGUMENT_HOOK], []]
 
 
 def second_install() -> bool:
@@ -158,7 +157,7 @@ def refused(*, words: list[str], change: str | None = None) -> tuple[int, str, l
             ["--use-hyperfsdp", "--hyperfsdp-supernode-size", "3"],
             "--hyperfsdp-supernode-size 3 does not divide the 2 ranks",
         ),
-        (["--use-hyperfsdp", "--use-distributed-optimizer"], "cannot be combined with --use-distributed-optimizer"),
+        (["--use-hyperfsdp", "--ckpt-format", "torch"], "cannot be combined with --ckpt-format torch"),
         (["--hyperfsdp-shard-size", "2"], "--hyperfsdp-shard-size has no effect without --use-hyperfsdp"),
         (["--use-hyperfsdp", "--hyperfsdp-sharding", "2"], "--hyperfsdp-sharding is not a known flag"),
         (["--use-hypermuon", "--optimizer", "sgd"], "--use-hypermuon cannot be combined with --optimizer"),
@@ -180,7 +179,7 @@ def test_a_changed_signature_is_refused_with_target_and_version() -> None:
     )
     assert status == 2
     assert f"megatron.training.training.get_megatron_optimizer of Megatron {versions.megatron_version()}" in message
-    assert "does not take model_chunks and pg_collection" in message
+    assert "does not take model_chunks and config_overrides and pg_collection" in message
     assert rebound == [ARGUMENT_HOOK]
 
 
@@ -249,7 +248,7 @@ class TestTable:
         )
         imported, table = json.loads(done.stdout)
         assert not [name for name in imported if name.startswith("megatron.")]
-        assert [entry["target"] for entry in table] == [ARGUMENT_HOOK, *ACTIVE_TARGETS]
+        assert [entry["target"] for entry in table] == [target.name for target in TARGETS]
         assert {entry["state"] for entry in table} == {"not inspected"}
 
     def test_inspection_finds_every_target_of_the_installed_release(self) -> None:
