@@ -28,6 +28,7 @@ class Rebinder:
         self._version = version
         self._targets = targets
         self._originals: dict[Target, Any] = {}
+        self._replacements: dict[Target, Any] = {}
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -39,14 +40,16 @@ class Rebinder:
 
         Raises:
             UnsupportedError: A target is missing or its signature has changed; the message names the
-                target and the Megatron version.
+                target and the Megatron version. Or something replaced by an earlier stage is no longer in place.
         """
+        self._check_in_place()
         pending = [target for target in self._targets if target.stage == stage and target not in self._originals]
         found = [(target, self._checked(target)) for target in pending]
         made = [(target, original, load(target.factory)(original)) for target, original in found]
         for target, original, replacement in made:
             setattr(sys.modules[target.module], target.attribute, replacement)
             self._originals[target] = original
+            self._replacements[target] = replacement
 
     def deactivate(self, stage: Stage) -> None:
         """Put the originals of ``stage`` back, last replaced first."""
@@ -56,6 +59,15 @@ class Rebinder:
     def is_rebound(self, target: Target) -> bool:
         """Whether ``target`` is replaced at this moment."""
         return target in self._originals
+
+    def _check_in_place(self) -> None:
+        for target in self._originals:
+            found = getattr(sys.modules[target.module], target.attribute, None)
+            if found is not self._replacements[target]:
+                raise UnsupportedError(
+                    f"{target.name} of Megatron {self._version} was replaced again, by {_maker(found)}, after hp_plugin "
+                    "had taken its place; install hp_plugin after every other program that patches Megatron."
+                )
 
     def _checked(self, target: Target) -> Any:
         original = _find(target)
@@ -156,7 +168,21 @@ def _problem(target: Target, original: Any) -> str | None:
     except (TypeError, ValueError):
         return "has no signature that can be read"
     lost = [name for name in target.parameters if name not in have]
-    return f"does not take {' and '.join(lost)} (it takes {', '.join(have)})" if lost else None
+    return f"does not take {' and '.join(lost)} (it takes {', '.join(have)})" if lost else _stranger(target)
+
+
+def _stranger(target: Target) -> str | None:
+    """What stands where a function of Megatron should look ``target`` up, and does not."""
+    module = sys.modules[target.module]
+    for name in target.used_by:
+        user = inspect.unwrap(getattr(module, name, None))  # type: ignore[arg-type]
+        if getattr(user, "__globals__", None) is not vars(module):
+            return f"would not be used: {target.module}.{name}, which uses it, is {_maker(user)}, not Megatron's own function"
+    return None
+
+
+def _maker(found: Any) -> str:
+    return f"{getattr(found, '__qualname__', found)} of {getattr(found, '__module__', 'an unknown module')}"
 
 
 def load(spec: str) -> Factory:

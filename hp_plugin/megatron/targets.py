@@ -37,6 +37,7 @@ class Target:
     factory: str
     purpose: str
     stage: Stage = "active"
+    used_by: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -60,12 +61,14 @@ def _parse_args(module: str) -> Target:
 
 
 def _ddp(module: str, attribute: str, purpose: str, *more: str) -> Target:
+    used_by = ("get_model",) if module == _TRAINING else ("_ddp_wrap",)
     return Target(
         module,
         attribute,
         ("config", "ddp_config", "module", "disable_bucketing", *more),
         f"{_HERE}.rebind:data_parallel_selector",
         purpose,
+        used_by=used_by,
     )
 
 
@@ -77,6 +80,7 @@ def _optimizer(*more: str) -> Target:
         f"{_HERE}.rebind:optimizer_builder",
         "builds the optimizer on sharded parameters, or with Muon",
         "optimizer",
+        ("setup_model_and_optimizer",),
     )
 
 

@@ -48,6 +48,8 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
                 if module not in sys.modules:
                     monkeypatch.setitem(sys.modules, module, ModuleType(module))
             setattr(sys.modules[target.module], target.attribute, function(recorded()[series][target.name]))
+            for name in target.used_by:
+                exec(f"def {name}(): return {target.attribute}", vars(sys.modules[target.module]))
 
     return build
 
