@@ -67,5 +67,7 @@ def _with_options(state: Mapping[Any, Any], saved: Iterable[Mapping[Any, Any]]) 
 
 def _for_both(groups: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups, also as groups of the other kind of parameters. Those saved as such come last, where they win."""
-    others = [{**group, _EXPERT: not group.get(_EXPERT, False)} for group in groups]
-    return others + [dict(group) for group in groups]
+    # Which parameters they have is not saved. Megatron asks for the key.
+    complete = [{"params": [], **group} for group in groups]
+    others = [{**group, _EXPERT: not group.get(_EXPERT, False)} for group in complete]
+    return others + complete

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron import expert_checkpoints
 from tests.megatron.cases import FP32_TOLERANCE
 from tests.megatron.checkpoint_jobs import HALF, PP, TP, Layout, SavedJobs, assert_continues, ours, stock
+from tests.support import run_ranks
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --swiglu"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
@@ -28,6 +30,33 @@ PAIRS = {
     "to-a-pipeline": (ours(4, 4, EP2), stock(4, f"{EP2} {PP}")),
     "tensor-parallel": (ours(4, 2, f"{EP2} {TP} --sequence-parallel"), ours(4, 4, EP2)),
 }
+
+
+@pytest.mark.parametrize(
+    ("saver", "loaders"),
+    [
+        pytest.param(("ours", 2), [("ours", 2), ("stock", 2), ("ours", 1)], id="ours"),
+        pytest.param(("stock", 2), [("ours", 2), ("ours", 1)], id="stock", marks=pytest.mark.full),
+        pytest.param(("ours", 1), [("ours", 2), ("stock", 1)], id="ours-without", marks=pytest.mark.full),
+    ],
+)
+def test_experts_and_their_optimizer_are_read_for_other_numbers_of_ranks(
+    saver: tuple[str, int], loaders: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """Two steps from what was read equal two steps from what was saved: weights and both moments are right."""
+    for found in run_ranks(
+        2,
+        expert_checkpoints.round_trip,
+        flavour="megatron",
+        timeout=90.0,
+        directory=str(tmp_path / "saved"),
+        saver=saver,
+        loaders=loaders,
+        supernode_size=2,
+    ):
+        print(found)
+        for norms in found.values():
+            assert norms == pytest.approx(found["saved"], rel=2e-6)
 
 
 @pytest.fixture(scope="module")

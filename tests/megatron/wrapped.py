@@ -20,12 +20,17 @@ def start(
     context_parallel: int = 1,
     expert_parallel: int = 1,
     expert_tensor_parallel: int | None = None,
+    again: bool = False,
 ) -> None:
-    """Process groups and random state, as Megatron's initialisation makes them."""
+    """Process groups and random state, as Megatron's initialisation makes them.
+
+    With `again`, the default group exists and groups of other sizes have been destroyed.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    init_gloo()
+    if not again:
+        init_gloo()
     parallel_state.initialize_model_parallel(
         tensor_parallel,
         pipeline_parallel,
