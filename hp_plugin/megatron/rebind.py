@@ -65,8 +65,8 @@ class Rebinder:
             found = getattr(sys.modules[target.module], target.attribute, None)
             if found is not self._replacements[target]:
                 raise UnsupportedError(
-                    f"{target.name} of Megatron {self._version} was replaced again, by {_maker(found)}, after hp_plugin "
-                    "had taken its place; install hp_plugin after every other program that patches Megatron."
+                    f"{target.name} of Megatron {self._version} was replaced again, by {_maker(found)}, after it had "
+                    "been replaced by hp_plugin; install hp_plugin after every other program that patches Megatron."
                 )
 
     def _checked(self, target: Target) -> Any:
@@ -177,7 +177,7 @@ def _stranger(target: Target) -> str | None:
     for name in target.used_by:
         user = inspect.unwrap(getattr(module, name, None))  # type: ignore[arg-type]
         if getattr(user, "__globals__", None) is not vars(module):
-            return f"would not be used: {target.module}.{name}, which uses it, is {_maker(user)}, not Megatron's own function"
+            return f"would not be used: {name}, which uses it, is {_maker(user)} and not Megatron's own"
     return None
 
 
