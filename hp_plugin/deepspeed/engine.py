@@ -16,6 +16,7 @@ from hp_plugin.core.optim.clip import clip_grads_with_norm_, total_grad_norm
 from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.deepspeed import checkpoint, operations, optimizers, refusals, reporting, weights
 from hp_plugin.deepspeed.access import mark_parameters
+from hp_plugin.deepspeed.observation import CommunicationLog
 from hp_plugin.deepspeed.replacements import Replacements, check_live
 from hp_plugin.deepspeed.schema import HyperFSDPConfig, read_block
 from hp_plugin.deepspeed.sharding import shard_model
@@ -56,6 +57,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         own["_is_bf16"] = bool(config.bfloat16_config.enabled)
         own["_is_unreduced"] = False
         own["_has_seen_backward"] = False
+        own["_communication_log"] = CommunicationLog()
         if model_parameters := keywords.get("model_parameters"):
             keywords["model_parameters"] = list(model_parameters)
         config.zero_optimization_stage, config.zero_enabled, config.zero_config.stage = 0, False, 0
@@ -129,6 +131,8 @@ class HyperFSDPEngine(DeepSpeedEngine):
         """
         crosses = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.module.set_requires_all_reduce(crosses)
+        # With a breakdown of times, backward leaves the wait for what still travels to allreduce_gradients.
+        self.module.set_is_last_backward(not (crosses and self.wall_clock_breakdown()))
         self._is_unreduced = not crosses
         self._has_seen_backward = True
 
@@ -148,8 +152,8 @@ class HyperFSDPEngine(DeepSpeedEngine):
         return super()._backward_prologue(*args, **kwargs)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Reduces at the end of a step what backward passes inside `no_sync` have left; else all is reduced."""
-        if self._is_unreduced and self.is_gradient_accumulation_boundary():
+        """Reduces at the end of a step what backward passes inside `no_sync` have left; else all is under way."""
+        if self.is_gradient_accumulation_boundary() and (self._is_unreduced or self.wall_clock_breakdown()):
             self._finish_reduction()
 
     def _finish_reduction(self) -> None:
@@ -184,8 +188,8 @@ class HyperFSDPEngine(DeepSpeedEngine):
                 "tuples, lists and dicts."
             )
         self._has_seen_backward = False
-        if self._is_unreduced:
-            self._finish_reduction()  # a step after backward passes that were all inside no_sync
+        if self._is_unreduced or self.wall_clock_breakdown():
+            self._finish_reduction()  # after backward passes that were all inside no_sync, for instance
         optimizer: Any = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = total_grad_norm(parameters)
@@ -196,6 +200,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
             clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
         with self._fp32_inside(), _without_step(optimizer) if optimizer.overflow else contextlib.nullcontext():
             super()._take_model_step(*args, **kwargs)
+        self._communication_log.record(self.module.fsdp_counters())
 
     def clip_fp32_gradients(self) -> None:
         """Nothing: gradients were clipped by their norm over all shards before."""

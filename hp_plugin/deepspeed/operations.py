@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-
 BUILD_VARIABLE = "HP_DEEPSPEED_BUILD_OPS"
 """Set to 1 to let DeepSpeed compile its helper for inference on CPU when it starts."""
 
@@ -24,10 +22,11 @@ _STALE_S = 600.0
 def install() -> Callable[[], None]:
     """Keeps DeepSpeed from compiling its inference helper on CPU, unless asked to; returns what undoes it."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute, that name is torch itself
+    accelerators: Any = importlib.import_module("deepspeed.accelerator")
     original = communication.build_shm_op
 
     def build_shm_op() -> Any:
-        if get_accelerator().device_name() == "cpu" and not _is_wanted():
+        if accelerators.get_accelerator().device_name() == "cpu" and not _is_wanted():
             return None
         return original()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +284,37 @@ def muon_refusals() -> dict[str, str]:
         one_micro_batch(engine, Run(), "engine", step, 0, is_last=True)
     found["rates"] = str(engine.get_lr())
     return found
+
+
+def observe(*, directory: str) -> dict[str, Any]:
+    """Monitors, timers, profiler, communication logger and activation checkpointing, all at once."""
+    deepspeed = start()
+    config = base_config(
+        wall_clock_breakdown=True,
+        csv_monitor={"enabled": True, "output_path": directory, "job_name": "job"},
+        comms_logger={"enabled": True, "prof_all": True, "verbose": False},
+        flops_profiler={"enabled": True, "profile_step": 1, "output_file": f"{directory}/profile.txt"},
+        hyperfsdp={"supernode_size": 1},
+    )
+    from tests.deepspeed.models import build_model
+
+    model = build_model()
+    for block in model.blocks:
+        plain = block.forward
+        block.forward = lambda hidden, plain=plain: deepspeed.checkpointing.checkpoint(plain, hidden)
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    run = Run()
+    for step in range(3):
+        one_micro_batch(engine, run, "engine", step, 0, is_last=True)
+        run.norms.append(engine.get_global_grad_norm())
+    timers = engine.get_wall_clock_timers()
+    logged = importlib.import_module("deepspeed.comm.comm").comms_logger.comms_dict
+    return {
+        "run": run,
+        "timers": timers,
+        "logged": {name: sum(entry[0] for entry in sizes.values()) for name, sizes in logged.items()},
+        "counted": engine.module.fsdp_counters().all_reduces,
+        "monitored": sorted(path.name for path in Path(directory).rglob("*.csv")),
+        "profile": Path(directory, "profile.txt").exists(),
+    }

@@ -63,5 +63,7 @@ def test_the_optimizer_of_the_trainer_works_too(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_hyper_muon_trains_under_the_trainer(tmp_path: Path) -> None:
-    ours = run(tmp_path / "ours", {"supernode_size": 1}, optimizer="HyperMuon", steps=2)[0]
-    assert ours.engine == "HyperFSDPEngine" and ours.losses[-1] < ours.losses[0]
+    two = run(tmp_path / "two", {"supernode_size": 1}, optimizer="HyperMuon", steps=2)[0]
+    one = run(tmp_path / "one", {"supernode_size": 2}, optimizer="HyperMuon", steps=2)[0]
+    assert two.engine == one.engine == "HyperFSDPEngine"
+    assert_alike(two, one, tolerance=1e-3)  # matrices are orthogonalized in bf16

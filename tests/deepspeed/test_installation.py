@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_plugin.deepspeed import versions
+from hp_plugin.deepspeed import operations, versions
 from hp_plugin.errors import UnsupportedError
 
 
@@ -73,8 +73,6 @@ def test_known_series_are_accepted(version: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stale_build_lock_is_named_and_a_fresh_one_is_not(tmp_path: Path) -> None:
-    from hp_plugin.deepspeed import operations  # imports DeepSpeed
-
     lock = tmp_path / "py313_cpu" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

@@ -188,6 +188,7 @@ class Root:
 
     def reduce_pending(self) -> None:
         """Sends across what sums of earlier backward passes wait for it, outside backward; waits for all of it."""
+        self.pipeline.flush()
         for unit in reversed(self.units):
             if unit.gradients is None or unit.gradients.partial is None:
                 continue
