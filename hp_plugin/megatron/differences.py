@@ -11,7 +11,7 @@ import torch
 from hp_plugin.errors import UnsupportedError
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(module: Any) -> Any:
     """The model inside data-parallel wrappers and `Float16Module`, whichever of them there are.
 
     As Megatron's `unwrap_model`, which is in `megatron.core.utils` from 0.13 on and was in `megatron.training` before.

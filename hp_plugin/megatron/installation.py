@@ -13,6 +13,7 @@ from hp_plugin.core.devices import default_device_type
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
 from hp_plugin.megatron import cpu_compat, flags, muon_validation, rebind, reporting, validation, versions
 from hp_plugin.megatron.connections import connections_line
+from hp_plugin.megatron.targets import TABLES
 
 _installed: rebind.Rebinder | None = None
 # The one piece of process-wide state of the adapter: what install() replaced, so that it can be reported,
@@ -37,7 +38,7 @@ def install() -> None:
     version = versions.check_megatron()
     if flags.requested_device(sys.argv[1:]) == "cpu":
         cpu_compat.install()
-    rebinder = rebind.Rebinder(version, rebind.TABLES[versions.series(version)])
+    rebinder = rebind.Rebinder(version, TABLES[versions.series(version)])
     rebinder.activate("arguments")
     _installed = rebinder
 
@@ -120,9 +121,9 @@ def _apply(args: argparse.Namespace) -> None:
             )
     if _installed is None:
         return
-    _observe(args, options if getattr(args, "use_hyperfsdp", False) and not active else None)
     if not active:
-        _installed.deactivate("active")
+        _installed.deactivate("active")  # first: both stages replace train_step
+    _observe(args, options if getattr(args, "use_hyperfsdp", False) and not active else None)
     if not (active or with_muon):
         _installed.deactivate("optimizer")
         return

@@ -17,14 +17,14 @@ from typing import Any
 
 from hp_plugin.errors import HyperParallelError
 from hp_plugin.megatron import installation, rebind, reporting, versions
-from hp_plugin.megatron.targets import Stage, Target
+from hp_plugin.megatron.targets import TABLES, Stage, Target
 
 
 class Routes(rebind.Rebinder):
     """Which targets are taken over, where the sources ask at every call instead of being replaced."""
 
     def __init__(self, version: str) -> None:
-        super().__init__(version, rebind.TABLES[versions.series(version)])
+        super().__init__(version, TABLES[versions.series(version)])
         self._active: set[Stage] = {"arguments"}
         self._replacements: dict[Target, Any] = {}
 
