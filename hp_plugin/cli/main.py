@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -57,14 +57,25 @@ def doctor(
 
 @app.command()
 def check(
-    file: Annotated[str, typer.Argument(help="A file with Megatron's arguments, or the shell script of a job.")],
+    file: Annotated[
+        str,
+        typer.Argument(help="A file with Megatron's arguments, the shell script of a job, or a DeepSpeed JSON."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Rewrite settings of a DeepSpeed JSON that have a counterpart.")
+    ] = False,
 ) -> None:
-    """Say which arguments of a Megatron job work with HyperFSDP or HyperMuon, and which do not.
+    """Say what of a Megatron or DeepSpeed job works with HyperFSDP or HyperMuon, and what does not.
 
-    The file is read, not run, and Megatron need not be installed. Exits with 0 if a job with these arguments starts,
-    with 1 if one of them is refused or the file cannot be read.
+    The file is read, not run, and neither framework need be installed. Exits with 0 if a job with these settings
+    starts, with 1 if one of them is refused or the file cannot be read.
     """
+    if file.endswith(".json"):
+        _check_deepspeed(file, as_json=as_json, fix=fix)
+    if fix:
+        typer.echo("hp-plugin: error: --fix rewrites DeepSpeed configurations (*.json) only.", err=True)
+        raise typer.Exit(1)
     from hp_plugin.cli import check as checking
     from hp_plugin.cli.check_report import render as render_check
     from hp_plugin.errors import HyperParallelError
@@ -78,4 +89,20 @@ def check(
         print(json.dumps(checking.as_json(report)))
     else:
         render_check(report)
+    raise typer.Exit(0 if report.usable else 1)
+
+
+def _check_deepspeed(file: str, *, as_json: bool, fix: bool) -> NoReturn:
+    from hp_plugin.cli import check_deepspeed
+    from hp_plugin.errors import HyperParallelError
+
+    try:
+        report = check_deepspeed.check(file, fix=fix)
+    except HyperParallelError as error:
+        typer.echo(f"hp-plugin: error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report) | {"usable": report.usable}))
+    else:
+        check_deepspeed.render(report)
     raise typer.Exit(0 if report.usable else 1)

@@ -87,7 +87,7 @@ def test_people_read_reasons_counts_and_a_verdict(tmp_path: Path) -> None:
     assert "1 refused: the job does not start until they are changed" in refused.stdout
 
 
-@pytest.mark.parametrize(("name", "what"), [("ds.json", "DeepSpeed"), ("none.txt", "has no flag")])
+@pytest.mark.parametrize(("name", "what"), [("none.txt", "has no flag")])
 def test_a_file_that_cannot_be_judged_is_an_error(tmp_path: Path, name: str, what: str) -> None:
     result = run(tmp_path, "{}", name=name)
     assert result.exit_code == 1
