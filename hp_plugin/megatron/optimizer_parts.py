@@ -52,7 +52,7 @@ def joined(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
 def _with_options(state: Mapping[Any, Any], saved: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     """`state`, which has tensors, with the options and the step that `saved` has."""
     found = list(saved)
-    if is_distributed(state):  # options and the step are under "optimizer", in all precisions
+    if is_distributed(dict(state)):  # options and the step are under "optimizer", in all precisions
         groups = [group for each in found for group in each["optimizer"]["param_groups"]]
         scaler = [{"grad_scaler": each["grad_scaler"]} for each in found if "grad_scaler" in each][:1]
         return {**state, "optimizer": {"param_groups": _for_both(groups)}, **(scaler[0] if scaler else {})}
