@@ -299,10 +299,11 @@ def observe(*, directory: str) -> dict[str, Any]:
     from tests.deepspeed.models import build_model
 
     model = build_model()
+    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.checkpointing.configure(None, partition_activations=False)
     for block in model.blocks:
         plain = block.forward
         block.forward = lambda hidden, plain=plain: deepspeed.checkpointing.checkpoint(plain, hidden)
-    deepspeed.checkpointing.configure(None, partition_activations=False)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     run = Run()
     for step in range(3):
