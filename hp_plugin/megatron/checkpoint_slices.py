@@ -14,6 +14,7 @@ that the rank really holds:
 * Megatron stacks the layers of a model along a new first axis (`prepend_axis_num=1`), which irregular grids do not
   support. The axis is therefore made explicit: the local data of a piece has the shape `(1, rows, ...)`.
   :func:`assemble` undoes it after loading.
+* Megatron 0.12 has regular grids only. There the rows are cut further, into pieces of one size that divides all shards.
 * A rank without any row takes no part in reading or writing the tensor.
 
 Nothing here communicates, and none of it needs an initialised process group.
@@ -21,6 +22,7 @@ Nothing here communicates, and none of it needs an initialised process group.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,9 +40,13 @@ from torch.distributed.tensor import DTensor
 
 from hp_plugin.core.layout import Layout, Segment
 from hp_plugin.errors import UnsupportedError
+from hp_plugin.megatron.differences import takes_irregular_grids
 
 Template: TypeAlias = Any  # ShardedTensor | ShardedTensorFactory, which have no types
 """A `ShardedTensor` or `ShardedTensorFactory`: what Megatron made of a stand-in, which describes the whole tensor."""
+
+
+_MOST_PIECES = 256
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,13 @@ class HeldRows:
         shape: Shape of the whole parameter (of this tensor-parallel rank).
         segments: Consecutive rows held, in local order; empty where the shard is empty.
         replica: Index of this rank among the ranks that hold the same rows; replica 0 writes them.
+        layout: Where the segments come from; None where one rank holds all rows.
     """
 
     shape: tuple[int, ...]
     segments: tuple[Segment, ...]
     replica: int
+    layout: Layout | None = None
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> HeldRows:
@@ -87,7 +95,21 @@ class HeldRows:
         for name, size, index in zip(layout.axis_names, layout.axis_sizes, coordinate):
             if name in layout.replicate_axes:
                 replica = replica * size + index
-        return cls(layout.global_shape, layout.local_segments(coordinate, 0), replica)
+        return cls(layout.global_shape, layout.local_segments(coordinate, 0), replica, layout)
+
+    def unit(self) -> int:
+        """The largest number of rows such that the segments of every rank begin and end at multiples of it."""
+        if self.layout is None:
+            return self.shape[0]
+        sizes = [
+            size if name in self.layout.shard_axes else 1
+            for name, size in zip(self.layout.axis_names, self.layout.axis_sizes)
+        ]
+        found = self.shape[0]
+        for coordinate in itertools.product(*map(range, sizes)):
+            for segment in self.layout.local_segments(coordinate, 0):
+                found = math.gcd(found, segment.start, segment.length)
+        return found
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -146,7 +168,7 @@ def cut(template: Template, held: HeldRows, local: torch.Tensor, *, prefix: str 
         raise ValueError(f"the local tensor has shape {tuple(local.shape)}; its layout says {held.local_shape}.")
     key = f"{prefix}.{template.key}" if prefix else template.key
     parts = _build(template, key, held, local.dtype)
-    pieces = [_pieces(rows, held.segments) for _, rows in parts]
+    pieces = [_pieces(rows, held, key) for _, rows in parts]
     count = sum(map(len, pieces))
     if count == 0:
         return LocalNonpersistentObject(local)
@@ -176,7 +198,7 @@ def _builder(template: ShardedTensorFactory, held: HeldRows) -> Callable[..., li
         return [
             _cut_part(part, piece, local, replica_id)
             for part, rows in _build(template, key, held, local.dtype)
-            for piece in _pieces(rows, held.segments)
+            for piece in _pieces(rows, held, key)
         ]
 
     return build
@@ -224,15 +246,32 @@ def _rows_of(part: ShardedTensor, full: torch.Tensor) -> Segment:
     return Segment(view.storage_offset() // row, view.shape[0])
 
 
-def _pieces(rows: Segment, held: Sequence[Segment]) -> list[_Piece]:
+def _pieces(rows: Segment, held: HeldRows, key: str) -> list[_Piece]:
     """Where `rows`, those of one view, meet the segments held; positions within the view and the local tensor."""
     found, local = [], 0
-    for segment in held:
+    for segment in held.segments:
         low, high = max(rows.start, segment.start), min(rows.start + rows.length, segment.start + segment.length)
         if low < high:
             found.append(_Piece(low - rows.start, high - rows.start, local + low - segment.start))
         local += segment.length
-    return found
+    return found if takes_irregular_grids() else _on_a_grid(found, rows, held, key)
+
+
+def _on_a_grid(pieces: list[_Piece], rows: Segment, held: HeldRows, key: str) -> list[_Piece]:
+    """The same rows in pieces of one size, which is the same on every rank."""
+    size = math.gcd(held.unit(), rows.start, rows.length)
+    cut = [
+        _Piece(low, low + size, piece.local + low - piece.low)
+        for piece in pieces
+        for low in range(piece.low, piece.high, size)
+    ]
+    if len(cut) > _MOST_PIECES:
+        raise UnsupportedError(
+            f"{key} of {held.shape[0]} rows lies on this rank in {len(cut)} runs of {size} rows. Checkpoints of this "
+            "release of Megatron are regular grids, and so many pieces would be slow; choose a --hyperfsdp-shard-size "
+            "that divides the rows of the model's parameters."
+        )
+    return cut
 
 
 def _cut_part(part: ShardedTensor, piece: _Piece, local: torch.Tensor, replica_id: Any) -> ShardedTensor:
@@ -241,6 +280,9 @@ def _cut_part(part: ShardedTensor, piece: _Piece, local: torch.Tensor, replica_i
     data = data.view((1,) * axis + tuple(data.shape))
     offset = list(part.global_offset)
     offset[axis] += piece.low
+    grid = None
+    if not takes_irregular_grids():
+        grid = tuple(whole // mine for whole, mine in zip(part.global_shape, data.shape))
     return ShardedTensor(
         key=part.key,
         data=data,
@@ -248,7 +290,7 @@ def _cut_part(part: ShardedTensor, piece: _Piece, local: torch.Tensor, replica_i
         local_shape=tuple(data.shape),
         global_shape=tuple(part.global_shape),
         global_offset=tuple(offset),
-        axis_fragmentations=None,
+        axis_fragmentations=grid,
         replica_id=replica_id,
         prepend_axis_num=0,
         allow_shape_mismatch=part.allow_shape_mismatch,

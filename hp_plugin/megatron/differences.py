@@ -52,6 +52,14 @@ def counts_steps_per_parameter() -> bool:
     return bool(optimizer.Adam.__module__.startswith("torch.")) if known is None else bool(known)
 
 
+@functools.cache
+def takes_irregular_grids() -> bool:
+    """Whether a `ShardedTensor` may be any slice of its global tensor, as in all supported releases but 0.12."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return hasattr(ShardedTensor, "has_regular_grid")
+
+
 def groups_in_order(owner: Any, current: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`loaded` parameter groups of a checkpoint, in the order of `current`, those of the optimizer.
 

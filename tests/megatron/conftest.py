@@ -9,7 +9,7 @@ import pytest
 from tests.megatron import training
 from tests.support import run_ranks
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed (it needs Python >= 3.12)")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 CORPUS_TOKENS = 2_000_000
 

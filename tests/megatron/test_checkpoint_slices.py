@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from hp_plugin.core.layout import Layout, local_tensor
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron.checkpoint_slices import HeldRows, assemble, cut, stand_in, whole_template
+from hp_plugin.megatron.differences import takes_irregular_grids
 
 
 class Group:
@@ -62,7 +64,11 @@ def write(image: torch.Tensor, times: torch.Tensor, entry: Any) -> None:
     """What saving does: the main replica of each piece goes to its place in the global tensor."""
     for piece in sharded_tensors(entry):
         assert tuple(image.shape) == piece.global_shape
-        assert not piece.has_regular_grid
+        if takes_irregular_grids():
+            assert not piece.has_regular_grid
+        else:
+            assert [n * size for n, size in zip(piece.axis_fragmentations, piece.local_shape)] == [*piece.global_shape]
+            assert all(at % size == 0 for at, size in zip(piece.global_offset, piece.local_shape))
         if is_main_replica(piece.replica_id):
             image[piece.global_slice()] = piece.data
             times[piece.global_slice()] += 1
@@ -93,7 +99,9 @@ def swiglu_template(standing: torch.Tensor, *, tp_rank: int, tp: int, layered: b
     whole = ShardedTensor.from_rank_offsets(
         "fc1.weight", standing, *front, (len(front), tp_rank, tp), replica_id=(0, 0, 5), prepend_axis_num=len(front)
     )
-    return apply_swiglu_sharded_factory(whole, front, tp_group=Group(tp_rank, tp), dp_group=Group(0, 1))
+    groups = {"tp_group": Group(tp_rank, tp), "dp_group": Group(0, 1)}  # which releases before 0.19 do not take
+    taken = inspect.signature(apply_swiglu_sharded_factory).parameters
+    return apply_swiglu_sharded_factory(whole, front, **{name: groups[name] for name in groups if name in taken})
 
 
 @settings(max_examples=60, deadline=None)

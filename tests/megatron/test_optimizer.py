@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,18 @@ from tests.support import run_ranks
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.optimizer import OptimizerConfig
+
 from hp_plugin.errors import UnsupportedError
+from hp_plugin.megatron import versions
 from hp_plugin.megatron.optimizer import build_optimizer
+
+
+def skip_without(*options: str) -> None:
+    """Skip where the release's `OptimizerConfig` has no such field."""
+    missing = set(options) - {field.name for field in dataclasses.fields(OptimizerConfig)}
+    if missing:
+        pytest.skip(f"this release of Megatron has no option {', '.join(sorted(missing))}")
 
 
 def run(ranks: int, function: Any, **kwargs: Any) -> list[Any]:
@@ -36,6 +47,7 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "supernode_size", "options", "model_options", "tolerance"), CASES)
 def test_three_steps_equal_those_of_megatrons_optimizer(ranks, supernode_size, options, model_options, tolerance):
+    skip_without(*options)
     results = run(ranks, optimized.compare, supernode_size=supernode_size, options=options, model_options=model_options)
     for found in results:
         print(found)
@@ -93,6 +105,10 @@ def test_experts_on_a_mesh_of_their_own_count_once_in_norms_and_zeros(ranks, sup
         assert found["zeros"] == 0 or options
 
 
+@pytest.mark.skipif(
+    versions.series(versions.megatron_version() or "0.19.2") == (0, 16),
+    reason="the router of Megatron 0.16 needs Transformer Engine where the model is not in fp32",
+)
 def test_an_overflow_in_the_experts_alone_lowers_the_one_loss_scale():
     for found in run(2, optimized.overflow_of_experts):
         assert found == {"returned": (False, None, None), "unmoved": True, "scales": [0.5, 0.5]}
@@ -131,6 +147,7 @@ def test_groups_carry_the_options_of_stock():
 
 
 def test_a_norm_beyond_the_threshold_skips_the_update():
+    skip_without("grad_norm_skip_threshold")
     assert run(2, optimized.skipped, threshold=1e-3) == [([False] * 3, False)] * 2
     assert run(2, optimized.skipped, threshold=1e3) == [([True] * 3, True)] * 2
 
@@ -166,4 +183,4 @@ def config(**options: Any) -> SimpleNamespace:
 )
 def test_other_optimizers_are_refused_by_name(options, message):
     with pytest.raises(UnsupportedError, match=message):
-        build_optimizer(lambda *_: None, config(**options), [SimpleNamespace()])
+        build_optimizer(lambda *_: None, config(**options), [SimpleNamespace(mesh=None)])

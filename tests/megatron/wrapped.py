@@ -147,10 +147,20 @@ def tuned(*, supernode_size: int, **options: Any) -> tuple[dict[str, float], lis
     return found, [resolved.bucket_bytes, resolved.window, resolved.prefetch, *reshards]
 
 
+def _unwrapped_by_megatron(chunk: Any) -> Any:
+    try:
+        from megatron.core.utils import unwrap_model
+    except ImportError:  # 0.12 has it in megatron.training, over a list of classes that the parent of ours is on
+        from megatron.core.distributed import TorchFullyShardedDataParallel
+
+        return chunk.module if isinstance(chunk, TorchFullyShardedDataParallel) else chunk
+    return unwrap_model([chunk])[0]
+
+
 def interface(*, supernode_size: int) -> dict[str, bool]:
     """Facts about the wrapper; every one must be true."""
     from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.utils import get_model_config, unwrap_model
+    from megatron.core.utils import get_model_config
     from torch.distributed.tensor import DTensor
 
     start()
@@ -189,7 +199,7 @@ def interface(*, supernode_size: int) -> dict[str, bool]:
         refused = next(iter(state)) in str(error)
     return {
         "is not a DDP": not isinstance(chunk, DistributedDataParallel),
-        "is unwrapped": unwrap_model([chunk])[0] is inner,
+        "is unwrapped": _unwrapped_by_megatron(chunk) is inner,
         "has the configuration": get_model_config(chunk) is inner.config and chunk.ddp_config is not None,
         "keeps names": [name for name, _ in inner.named_parameters()] == names,
         "lists parameters once": [n for n, _ in chunk.named_parameters()] == [f"module.{name}" for name in names],
