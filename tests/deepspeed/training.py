@@ -12,6 +12,8 @@ import torch
 from tests.deepspeed.models import MICRO_BATCH, batch, build_model
 
 STEPS = 6
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+"""With Adam's own eps an element whose gradient nearly cancels is moved by its rounding error, times the rate."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ def base_config(**more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
         "hyperfsdp": {"supernode_size": 1},
         **more,
@@ -139,18 +141,17 @@ def initialize(
     with deepspeed.zero.Init(config_dict_or_path=config) if zero_init else contextlib.nullcontext():
         module = build_model(**(model or {}))
     arguments: dict[str, Any] = {"model": module, "model_parameters": list(module.parameters())}
-    options = {"lr": 1e-2, "weight_decay": 0.1}
     if client is not None:
         config.pop("optimizer")
     if client == "object":
-        arguments["optimizer"] = torch.optim.AdamW(module.parameters(), **options)
+        arguments["optimizer"] = torch.optim.AdamW(module.parameters(), **ADAM)
     elif client == "callable":
-        arguments["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, **options)
+        arguments["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, **ADAM)
     elif client == "groups":
         plain = [p for n, p in module.named_parameters() if n.endswith("bias") or "norm" in n]
         others = [p for n, p in module.named_parameters() if not (n.endswith("bias") or "norm" in n)]
         groups = [{"params": others, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        arguments["optimizer"] = torch.optim.AdamW(groups, lr=1e-2)
+        arguments["optimizer"] = torch.optim.AdamW(groups, **ADAM)
     if scheduler == "callable":
         arguments["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     engine, *_ = deepspeed.initialize(config=config, **arguments)
