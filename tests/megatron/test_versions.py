@@ -114,14 +114,21 @@ def jobs(corpus: list[str], tmp_path: Path) -> Callable[[str], Jobs]:
 def test_a_job_resumes_in_other_layouts_and_in_stock(jobs: Callable[[str], Jobs]) -> None:
     these = jobs("--swiglu")
     saved = these.run(ours(4, 2), save="ours")
-    for loader in (ours(4, 2), ours(2, 1), ours(4, 2, PP), stock(2), stock(2, TP)):
+    # 0.12 does not find its random states in another tensor- and pipeline-parallel layout; nothing here is random.
+    for loader in (
+        ours(4, 2),
+        ours(2, 1),
+        ours(4, 2, f"{PP} --no-load-rng"),
+        stock(2),
+        stock(2, f"{TP} --no-load-rng"),
+    ):
         assert_continues(saved, these.run(loader, load=("ours", HALF)), HALF, FP32_TOLERANCE)
 
 
 def test_a_stock_job_goes_on_with_hyperfsdp(jobs: Callable[[str], Jobs]) -> None:
     these = jobs("--swiglu")
     saved = these.run(stock(2), save="stock")
-    for loader in (ours(2, 2), ours(4, 2), ours(4, 2, TP)):
+    for loader in (ours(2, 2), ours(4, 2), ours(4, 2, f"{TP} --no-load-rng")):
         assert_continues(saved, these.run(loader, load=("stock", HALF)), HALF, FP32_TOLERANCE)
 
 

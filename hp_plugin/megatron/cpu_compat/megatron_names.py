@@ -46,6 +46,15 @@ def allow_no_cuda(ledger: Ledger) -> None:
     ledger.replace(training, "initialize_megatron", replacement, area=AREA)
 
 
+def load_without_transformer_engine(ledger: Ledger) -> None:
+    """0.12 asks for the version of Transformer Engine whenever it loads a checkpoint, and fails where there is none."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    import megatron.training.checkpointing as checkpointing
+
+    ledger.replace(checkpointing, "is_te_min_version", lambda *args, **kwargs: True, area=AREA)  # asks for nothing
+
+
 def mark_sequence_parallel_norms(ledger: Ledger) -> None:
     """Let torch's norms work under ``--sequence-parallel``.
 
@@ -75,7 +84,13 @@ def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
 _NEWEST = (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms)
 
 STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
-    (0, 12): (keep_compiled_helpers, skip_fused_kernels, allow_no_cuda, mark_sequence_parallel_norms),
+    (0, 12): (
+        keep_compiled_helpers,
+        skip_fused_kernels,
+        allow_no_cuda,
+        mark_sequence_parallel_norms,
+        load_without_transformer_engine,
+    ),
     (0, 16): (keep_compiled_helpers, skip_fused_kernels, allow_no_cuda, mark_sequence_parallel_norms),
     (0, 17): _NEWEST,
     (0, 18): _NEWEST,
@@ -83,4 +98,4 @@ STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
 }
 """What each supported release needs, in order."""
 
-_OF_TRAINING = (skip_fused_kernels, allow_no_cuda)
+_OF_TRAINING = (skip_fused_kernels, allow_no_cuda, load_without_transformer_engine)
