@@ -81,10 +81,10 @@ def adjust_megatron_arguments(args: argparse.Namespace) -> list[str]:
         if option.refused(getattr(args, option.attribute, None)):
             lines.append(f"{_spell(option, args)} is accepted and switched off with --use-hyperfsdp: {option.advice}.")
             setattr(args, option.attribute, copy.copy(option.value))
-    for option in ADJUSTED:
-        if option.refused(getattr(args, option.attribute, None)):
-            lines.append(f"{_spell(option, args)} with --use-hyperfsdp: {option.advice}.")
-            _replace(args, option.attribute)
+    for adjusted in ADJUSTED:
+        if adjusted.refused(getattr(args, adjusted.attribute, None)):
+            lines.append(f"{_spell(adjusted, args)} with --use-hyperfsdp: {adjusted.advice}.")
+            _replace(args, adjusted.attribute)
     return lines
 
 
