@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
 from hp_plugin.deepspeed.replacements import Replacements
 from hp_plugin.deepspeed.schema import HyperFSDPConfig, did_you_mean
-from hp_plugin.errors import ConfigurationError
+from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 
 def shard_model(
@@ -32,7 +32,11 @@ def shard_model(
 
     Returns:
         What stands for each parameter now.
+
+    Raises:
+        UnsupportedError: The model has layers of `deepspeed.moe`.
     """
+    _refuse_experts(model)
     replacements = Replacements()
     settings: dict[str, Any] = dict(
         mesh=mesh,
@@ -53,6 +57,15 @@ def shard_model(
         )
     _shard_unit(model, taken, replacements, full_dtype, **settings)
     return replacements
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "allreduce", True):  # how DeepSpeed marks the parameters of its experts
+            raise UnsupportedError(
+                f"{name} is a parameter of deepspeed.moe, whose experts have process groups of their own; HyperFSDP "
+                "does not shard those yet. Use a mixture layer whose experts are ordinary modules on every rank."
+            )
 
 
 def unit_modules(model: nn.Module, classes: str | Sequence[str]) -> list[nn.Module]:
