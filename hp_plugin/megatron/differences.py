@@ -63,21 +63,28 @@ def takes_irregular_grids() -> bool:
 def groups_in_order(owner: Any, current: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`loaded` parameter groups of a checkpoint, in the order of `current`, those of the optimizer.
 
-    They are matched by their multipliers and overrides. In 0.12, which saves them in the order of the optimizer's own,
-    and has no function to match them, the order is kept.
+    They are matched by their multipliers and overrides. 0.12 has no function for that and takes them in the order in
+    which they were saved, which differs between pipeline stages.
 
     Raises:
-        UnsupportedError: On 0.12, there are more or fewer groups than the optimizer has.
+        UnsupportedError: On 0.12, the checkpoint lacks a group that the optimizer has.
     """
     match = getattr(owner, "_filter_and_reorder_param_groups", None)
     if match is not None:
         return list(match(current, loaded))
-    if len(loaded) != len(current):
+    by_options = {tuple(group.get(name) for name in _GROUP_OPTIONS): group for group in loaded}
+    wanted = [tuple(group.get(name) for name in _GROUP_OPTIONS) for group in current]
+    missing = [dict(zip(_GROUP_OPTIONS, options)) for options in wanted if options not in by_options]
+    if missing:
         raise UnsupportedError(
-            f"the checkpoint has {len(loaded)} parameter groups, but this job's optimizer has {len(current)}; this "
-            "release of Megatron cannot match them. Use the arguments of the job that saved it."
+            f"the checkpoint has no parameter group with {missing[0]}, which this job's optimizer has; use the "
+            "arguments of the job that saved it, or --no-load-optim."
         )
-    return loaded
+    return [by_options[options] for options in wanted]
+
+
+_GROUP_OPTIONS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart, in all releases."""
 
 
 @functools.cache

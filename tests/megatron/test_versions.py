@@ -108,7 +108,7 @@ class PatientJobs(Jobs):
 
 @pytest.fixture
 def jobs(corpus: list[str], tmp_path: Path) -> Callable[[str], Jobs]:
-    # With the 256th token that NullTokenizer adds up to 0.17, a vocabulary that tensor parallelism need not pad further.
+    # Up to 0.17 NullTokenizer adds a token: 256, which tensor parallelism need not pad further.
     return lambda shared: PatientJobs(corpus, tmp_path, f"{shared} --vocab-size 255", train=checkout.train)
 
 
