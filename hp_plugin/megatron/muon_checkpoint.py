@@ -127,6 +127,9 @@ def describe(owner: Any, described: dict[str, Any], metadata: Mapping[str, Any] 
     inner = described.get("optimizer", described)
     for group in inner.get("param_groups", ()):
         group.pop("param_names", None)  # of this pipeline stage; groups are the same on all ranks
+    if is_loading:
+        # Options come from the command line, and Adam has fewer groups: Megatron would merge two lists of one length.
+        inner.pop("param_groups", None)
     if is_loading and owner.starts_from == "adam":
         for values in inner.get("state", {}).values():
             entry = values.get(_MOMENTUM) if isinstance(values, dict) else None

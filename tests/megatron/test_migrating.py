@@ -67,7 +67,7 @@ def test_a_job_moves_over_and_back_with_the_commands_of_the_page(tmp_path: Path)
     run(setup, tmp_path)
     started = losses(run(environment + first, tmp_path))
     # What the page does not need: the job without an interruption.
-    reference = losses(run(environment + first.replace("--train-iters 6 --save ckpt", "--train-iters 18"), tmp_path))
+    reference = losses(run(environment + first.replace("--exit-interval 6 --save ckpt", ""), tmp_path))
     assert started == {iteration: reference[iteration] for iteration in range(1, 7)}
     assert "a job with these arguments starts" in run(environment + checked, tmp_path)
     watched = run(environment + observed, tmp_path)
