@@ -29,28 +29,47 @@ _ALGORITHMS: tuple[Algorithm, ...] = ("muon", "adamw")
 Group = dict[str, Any]
 
 
-def split_groups(
-    groups: Sequence[Group], assigned: Mapping[int, Assignment], *, device: torch.device
-) -> list[tuple[Algorithm, Group]]:
+def split_groups(groups: Sequence[Group], assigned: Mapping[int, Assignment]) -> list[tuple[Algorithm, Group]]:
     """Stock's groups, each divided by who trains its parameters. Every rank of the default group must call.
 
-    All ranks get the same number of groups in the same order, some of them empty: a checkpoint has one list of groups
-    for the whole job.
+    All ranks get the same groups in the same order, some of them empty: a checkpoint has one list of groups for the
+    whole job. Stock gives all ranks the same groups, but up to 0.12 not in the same order.
 
     Args:
-        groups: Of stock's optimizer, in the order that all ranks share.
+        groups: Of stock's optimizer.
         assigned: By `id` of the parameter.
-        device: Where a small message is made.
     """
     found = [
         (algorithm, {**group, "params": [p for p in group["params"] if assigned[id(p)].algorithm == algorithm]})
         for group in groups
         for algorithm in _ALGORITHMS
     ]
-    used = torch.tensor([float(bool(group["params"])) for _, group in found], device=device)
-    if dist.is_initialized() and found:
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    return [each for each, flag in zip(found, used.tolist()) if flag]
+    mine = [(identity_of(algorithm, group), bool(group["params"])) for algorithm, group in found]
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return in_common_order(found, everyone)
+
+
+def in_common_order(
+    found: Sequence[tuple[Algorithm, Group]], everyone: Sequence[Sequence[tuple[str, bool]]]
+) -> list[tuple[Algorithm, Group]]:
+    """The groups that some rank has parameters for, in the order of the first rank.
+
+    Args:
+        found: Of this rank.
+        everyone: Of each rank, the identities of its groups and whether they have parameters.
+    """
+    by_identity = {identity_of(algorithm, group): (algorithm, group) for algorithm, group in found}
+    used = {identity for rank in everyone for identity, has_parameters in rank if has_parameters}
+    order = dict.fromkeys(identity for rank in everyone for identity, _ in rank)
+    return [by_identity[identity] for identity in order if identity in used]
+
+
+def identity_of(algorithm: Algorithm, group: Group) -> str:
+    """What tells a group from others, on every rank alike: all that it has but its parameters."""
+    return repr((algorithm, sorted((name, repr(value)) for name, value in group.items() if name != "params")))
 
 
 def learning_rates(

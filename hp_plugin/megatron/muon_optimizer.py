@@ -135,7 +135,7 @@ def _on_shards(
     assigned: dict[int, Assignment],
     ranks: Ranks,
 ) -> MuonShardOptimizer:
-    groups = _groups(part, assigned, chunks[0].device)
+    groups = _groups(part, assigned)
     parameters = [parameter for _, group in groups for parameter in group["params"]]
     distributions = {
         id(parameter): ranks.distribution(parameter, assigned[id(parameter)], None, options)
@@ -176,7 +176,7 @@ def _on_ddp(
     ranks: Ranks,
 ) -> MuonFP32Optimizer | MuonFloat16Optimizer:
     """Stock's class is built over the groups and makes masters; then Muon takes the place of what it holds."""
-    groups = _groups(part, assigned, _device(chunks))
+    groups = _groups(part, assigned)
     parameters = [parameter for _, group in groups for parameter in group["params"]]
     distributions = {
         id(parameter): ranks.distribution(parameter, assigned[id(parameter)], _replicas(parameter), options)
@@ -207,8 +207,8 @@ def _on_ddp(
     return made
 
 
-def _groups(part: Any, assigned: dict[int, Assignment], device: torch.device) -> list[tuple[Any, Group]]:
-    return split_groups([] if part.optimizer is None else part.optimizer.param_groups, assigned, device=device)
+def _groups(part: Any, assigned: dict[int, Assignment]) -> list[tuple[Any, Group]]:
+    return split_groups([] if part.optimizer is None else part.optimizer.param_groups, assigned)
 
 
 def _nothing(optimizer: HyperMuon, config: Any = None) -> None:
@@ -234,10 +234,3 @@ def _known_groups() -> list[dist.ProcessGroup]:
         parallel_state.get_tensor_and_data_parallel_group(check_initialized=False, with_context_parallel=True),
     ]
     return [group for group in found if group is not None]
-
-
-def _device(chunks: Sequence[Any]) -> torch.device:
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            return parameter.device
-    return torch.device("cuda", torch.cuda.current_device())

@@ -13,7 +13,7 @@ from hp_plugin.core.muon.fused import gate_up, mla_kv_down, mla_kv_up, mla_q_up,
 from hp_plugin.core.muon.splits import PerHead, nested
 from hp_plugin.errors import ConfigurationError
 from hp_plugin.megatron.muon_flags import HyperMuonOptions
-from hp_plugin.megatron.muon_groups import learning_rates
+from hp_plugin.megatron.muon_groups import identity_of, in_common_order, learning_rates, split_groups
 from hp_plugin.megatron.muon_routing import Assignment, Fusion, assign
 
 CONFIG = dict(num_attention_heads=4, num_query_groups=2, kv_channels=8, gated_linear_unit=True)
@@ -160,3 +160,22 @@ def test_a_group_with_a_learning_rate_of_its_own_keeps_it() -> None:
     group = {"max_lr": 5e-3, "min_lr": 5e-4}
     found = learning_rates(group, "adamw", HyperMuonOptions(adam_lr=1.0), lr=1e-3, min_lr=1e-4)
     assert found == (5e-3, 5e-4)
+
+
+def test_groups_are_divided_by_who_trains_their_parameters() -> None:
+    matrix, vector, bias = (nn.Parameter(torch.empty(1)) for _ in range(3))
+    algorithms: dict[int, Any] = {id(matrix): "muon", id(vector): "adamw", id(bias): "adamw"}
+    who = {key: Assignment("", algorithm, Fusion(), False) for key, algorithm in algorithms.items()}
+    groups = [{"params": [matrix, vector], "wd_mult": 1.0}, {"params": [bias], "wd_mult": 0.0}]
+    found = [(algorithm, group["wd_mult"], group["params"]) for algorithm, group in split_groups(groups, who)]
+    assert [each[:2] for each in found] == [("muon", 1.0), ("adamw", 1.0), ("adamw", 0.0)]
+    assert [[id(p) for p in each[2]] for each in found] == [[id(matrix)], [id(vector)], [id(bias)]]
+
+
+def test_ranks_whose_groups_are_in_another_order_agree_on_one() -> None:
+    first: Any = [("muon", {"params": [1], "wd_mult": 1.0}), ("adamw", {"params": [], "wd_mult": 0.0})]
+    second: Any = [("adamw", {"params": [2], "wd_mult": 0.0}), ("muon", {"params": [], "wd_mult": 1.0})]
+    everyone = [[(identity_of(a, g), bool(g["params"])) for a, g in rank] for rank in (first, second)]
+    assert in_common_order(first, everyone) == first
+    assert in_common_order(second, everyone) == second[::-1]
+    assert in_common_order(second, everyone[:1]) == second[1:]  # the other has no parameters anywhere
