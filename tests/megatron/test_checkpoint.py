@@ -144,7 +144,16 @@ FULL = [
         [ours(2, 2), ours(4, 1), stock(2)],
         id="experts",
     ),
-    pytest.param("--async-save --async-strategy mcore", ours(2, 2), [ours(2, 1), stock(2)], id="asynchronous-save"),
+    # Without a persistent worker Megatron saves synchronously, with a line that says so.
+    pytest.param(
+        "",
+        ours(4, 2, "--async-save --async-strategy mcore --use-persistent-ckpt-worker"),
+        [ours(2, 1), stock(2)],
+        id="asynchronous-save",
+    ),
+    pytest.param(
+        "--ckpt-assume-constant-structure", ours(4, 2), [ours(2, 1), stock(2)], id="structure-assumed-constant"
+    ),
 ]
 
 

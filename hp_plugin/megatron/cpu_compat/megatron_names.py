@@ -66,6 +66,22 @@ def mark_sequence_parallel_norms(ledger: Ledger) -> None:
     ledger.replace(WrappedTorchNorm, "__new__", staticmethod(_marked(WrappedTorchNorm.__new__)), area=AREA)
 
 
+def fork_checkpoint_worker(ledger: Ledger) -> None:
+    """Let the worker of ``--async-save`` be a fork of its rank, so that the emulated names exist in it.
+
+    Megatron spawns it, and the first thing that it does is to choose a CUDA device.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    original = PersistentAsyncCaller._get_process.__func__
+
+    @functools.wraps(original)
+    def _get_process(cls: type, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
+        return original(cls, rank, "fork", *args, **kwargs)
+
+    ledger.replace(PersistentAsyncCaller, "_get_process", classmethod(_get_process), area=AREA)
+
+
 def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +97,7 @@ def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
     return __new__
 
 
-_NEWEST = (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms)
+_NEWEST = (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms, fork_checkpoint_worker)
 
 STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
     (0, 12): (
