@@ -46,6 +46,8 @@ def model_space(ranks: int, arguments: str = "") -> Layout:
 # Buckets of 20,000 elements: several per buffer, with parameters that fill one alone.
 BUCKETED = buckets(4, "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000")
 GQA = "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --swiglu"
+EP = "--expert-model-parallel-size 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -85,6 +87,13 @@ PAIRS = [
         GQA,
         model_space(4, f"{TP} {PP}"),
         {"dp4": ours(4, 1), "pp2": ours(4, 2, PP), "interleaved": ours(4, 2, INTERLEAVED)},
+    ),
+    *pairs("buckets-experts", EXPERTS, buckets(4, EP), {"supernodes-of-2": ours(4, 2, EP), "dp1": ours(2, 2, EP)}),
+    *pairs(
+        "model-space-experts",
+        EXPERTS,
+        model_space(4, EP),
+        {"supernodes-of-4": ours(4, 4, EP), "without-parallelism": ours(4, 2), "pp2": ours(4, 2, f"{EP} {PP}")},
     ),
     *pairs("model-space-bf16", "--bf16", model_space(2), {"dp4": ours(4, 2), "tp2": ours(2, 2, TP)}),
 ]
