@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron import training
-from tests.megatron.cases import FP32_TOLERANCE, tiny_job
+from tests.megatron.cases import BF16_NORM_TOLERANCE, BF16_TOLERANCE, FP32_TOLERANCE, tiny_job
 from tests.megatron.checkpoint_jobs import INTERLEAVED, PP, TP, Layout, SavedJobs, assert_continues, ours, stock
 from tests.megatron.test_equivalence import assert_same_series
 from tests.megatron.training import Run
@@ -131,6 +131,14 @@ def test_every_layout_trains_as_one_process_does(case: Case, starts: Starts) -> 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --initial-loss-scale 65536"], ids=["bf16", "fp16"])
+def test_16_bit_jobs_on_shards_train_as_with_the_masters_of_stock_ddp(dtype: str, starts: Starts) -> None:
+    expected, found = (starts.run(PLAIN, layout) for layout in (on_ddp(2, dtype), on_shards(2, 1, dtype)))
+    assert_same_series("loss", expected[-1].losses, found[-1].losses, BF16_TOLERANCE)
+    assert_same_series("gradient norm", expected[-1].norms, found[-1].norms, BF16_NORM_TOLERANCE)
+
+
+@pytest.mark.full
 @needs_stock_muon
 @pytest.mark.parametrize(
     ("model", "theirs", "layout"),
@@ -173,6 +181,14 @@ def test_momentum_starts_from_adams_first_moment_alike_on_both_back_ends(jobs: S
     assert_continues(on_one, on_two, 4, FP32_TOLERANCE)
     assert fresh[0].losses[5] == pytest.approx(on_one[0].losses[5], rel=1e-6)  # the weights of the checkpoint
     assert fresh[0].losses[6] != pytest.approx(on_one[0].losses[6], rel=1e-5)  # after a step with another momentum
+
+
+@pytest.mark.full
+@needs_stock_muon
+@pytest.mark.parametrize("layout", [ours(2, 2, AS_STOCK_MUON), stock(1, AS_STOCK_MUON)], ids=["on-shards", "on-ddp"])
+def test_it_goes_on_from_what_megatrons_own_muon_saved(layout: Layout, jobs: SavedJobs) -> None:
+    saver = stock(2, f"{STOCK_MUON} duplicated {TP}")
+    assert_continues(jobs.saved(PLAIN, saver), jobs.resumed(PLAIN, saver, layout), 4, FP32_TOLERANCE)
 
 
 @pytest.mark.full
