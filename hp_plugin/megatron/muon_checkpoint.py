@@ -22,7 +22,7 @@ from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.muon import HyperMuon
 from hp_plugin.core.muon.state import load_into
 from hp_plugin.errors import ConfigurationError, UnsupportedError
-from hp_plugin.megatron import reporting
+from hp_plugin.megatron import distributed_format, reporting
 from hp_plugin.megatron.distributed_format import SAVER, format_of
 
 Origin = Literal["muon", "adam"]
@@ -124,6 +124,8 @@ def describe(owner: Any, described: dict[str, Any], metadata: Mapping[str, Any] 
     """
     if is_loading:
         owner.starts_from = origin_of(metadata, owner.muon_options)
+    if is_loading and distributed_format.is_distributed(described):
+        return  # described with Adam's names already; options are not read from it
     inner = described.get("optimizer", described)
     for group in inner.get("param_groups", ()):
         group.pop("param_names", None)  # of this pipeline stage; groups are the same on all ranks

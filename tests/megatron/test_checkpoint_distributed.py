@@ -148,3 +148,15 @@ def test_buckets_of_another_cut_of_the_model_are_refused_with_advice(jobs: Saved
     assert "dp_reshardable, whose buckets fit one cut of the model only" in sentence
     assert "tensor_model_parallel_size 1 (now 2), pipeline_model_parallel_size 2 (now 1)" in sentence
     assert "--dist-ckpt-optim-fully-reshardable" in sentence and "--no-load-optim" in sentence
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("saver", [BUCKETED, model_space(4)], ids=["buckets", "model-space"])
+def test_muon_starts_from_the_distributed_optimizers_adam(jobs: SavedJobs, saver: Layout) -> None:
+    reference = jobs.saved("--swiglu", saver)[-1]
+    plain = jobs.resumed("--swiglu", stock(2), ours(2, 2, "--use-hypermuon"))[-1]
+    started = jobs.resumed("--swiglu", saver, ours(2, 2, "--use-hypermuon"))[-1]
+    assert started.losses[HALF + 1] == pytest.approx(reference.losses[HALF + 1], rel=TOLERANCE)
+    # Stock DDP has the same weights and moments, so Muon takes the same steps from its checkpoint.
+    assert started.losses == pytest.approx(plain.losses, rel=10 * TOLERANCE)
