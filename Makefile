@@ -37,8 +37,8 @@ test-full: setup
 	$(PYTHON_OF_VENV) -m pytest tests
 
 # The wheels of these releases hold megatron.core only: what needs the training loop takes a checkout (docs/megatron.md).
-TESTS_OF_MEGATRON_CORE = tests/megatron/test_targets.py tests/megatron/test_data_parallel.py tests/megatron/test_optimizer.py \
-	tests/megatron/test_checkpoint_slices.py
+TESTS_OF_MEGATRON_CORE = tests/megatron/releases/test_targets.py tests/megatron/fsdp/test_data_parallel.py tests/megatron/fsdp/test_optimizer.py \
+	tests/megatron/checkpoints/test_slices.py
 
 test-compat:
 	@tools/bootstrap.sh setup compat "$(VENV_COMPAT)"

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from hp_plugin.errors import ConfigurationError, HyperParallelError
-from hp_plugin.megatron import flags, muon_validation, versions
-from hp_plugin.megatron.argument_file import Given, read_arguments
-from hp_plugin.megatron.argument_rules import ADJUSTED, CONFLICTS, SWITCHED_OFF, WITHOUT_EFFECT, Conflict
-from hp_plugin.megatron.known_arguments import RELEASE
+from hp_plugin.megatron.arguments import flags, muon_validation
+from hp_plugin.megatron.arguments.command_file import Given, read_arguments
+from hp_plugin.megatron.arguments.known_arguments import RELEASE
+from hp_plugin.megatron.arguments.rules import ADJUSTED, CONFLICTS, SWITCHED_OFF, WITHOUT_EFFECT, Conflict
+from hp_plugin.megatron.releases import versions
 
 _SWITCHES = ("--use-hyperfsdp", "--use-hypermuon")
 _LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--standalone", "--max-restarts", "--monitor")

@@ -160,7 +160,9 @@ def _topology(problems: list[str]) -> str:
 
 
 def _megatron(report: Report) -> None:
-    from hp_plugin.megatron import cpu_compat, flags, rebinding_table, versions
+    from hp_plugin.megatron import cpu_compat, rebinding_table
+    from hp_plugin.megatron.arguments import flags
+    from hp_plugin.megatron.releases import versions
 
     version = versions.megatron_version()
     if version is None:

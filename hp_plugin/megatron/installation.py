@@ -11,9 +11,11 @@ from typing import Any
 
 from hp_plugin.core.devices import default_device_type
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
-from hp_plugin.megatron import cpu_compat, flags, muon_validation, rebind, reporting, validation, versions
+from hp_plugin.megatron import cpu_compat, reporting
+from hp_plugin.megatron.arguments import flags, muon_validation, validation
 from hp_plugin.megatron.connections import connections_line
-from hp_plugin.megatron.targets import TABLES
+from hp_plugin.megatron.releases import rebind, versions
+from hp_plugin.megatron.releases.targets import TABLES
 
 _installed: rebind.Rebinder | None = None
 # The one piece of process-wide state of the adapter: what install() replaced, so that it can be reported,

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_plugin.errors import HyperParallelError
-from hp_plugin.megatron import installation, rebind, reporting, versions
-from hp_plugin.megatron.targets import TABLES, Stage, Target
+from hp_plugin.megatron import installation, reporting
+from hp_plugin.megatron.releases import rebind, versions
+from hp_plugin.megatron.releases.targets import TABLES, Stage, Target
 
 
 class Routes(rebind.Rebinder):
@@ -91,7 +92,7 @@ def data_parallel_class(original: type) -> type:
     routes = _routes()
     if routes is None or not any(t.stage == "active" and routes.is_rebound(t) for t in routes.targets):
         return original
-    from hp_plugin.megatron.data_parallel import hyperfsdp_class
+    from hp_plugin.megatron.fsdp.data_parallel import hyperfsdp_class
 
     return hyperfsdp_class()
 

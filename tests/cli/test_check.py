@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hp_plugin.cli.main import app
-from hp_plugin.megatron import versions
+from hp_plugin.megatron.releases import versions
 
 FINE = "--num-layers 4 --bf16 --use-distributed-optimizer --ddp-bucket-size 1000 --main-grads-dtype bf16"
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import hp_plugin
 from hp_plugin.cli.main import app
 from hp_plugin.errors import UnsupportedError
-from hp_plugin.megatron import versions
+from hp_plugin.megatron.releases import versions
 from tests.support import run_ranks
 
 

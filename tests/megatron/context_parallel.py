@@ -50,7 +50,7 @@ def steps(*, supernode_size: int) -> dict[str, float]:
     """Largest relative differences of norms and weights after three steps to one process."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from hp_plugin.megatron.optimizer import build_optimizer
+    from hp_plugin.megatron.fsdp.optimizer import build_optimizer
 
     start(context_parallel=2)
     whole = model()

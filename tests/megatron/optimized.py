@@ -43,7 +43,7 @@ def both(*, supernode_size: int, options: dict[str, Any], model_options: dict[st
     """(chunk, optimizer) of stock and of ours."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from hp_plugin.megatron.optimizer import build_optimizer
+    from hp_plugin.megatron.fsdp.optimizer import build_optimizer
 
     config = optimizer_config(**options)
     frozen = model_options.pop("frozen", False)
@@ -190,7 +190,7 @@ def stage_without_parameters() -> dict[str, Any]:
     """Rank 1's pipeline stage has no parameters; it takes part in norms and counts all the same."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from hp_plugin.megatron.optimizer import build_optimizer
+    from hp_plugin.megatron.fsdp.optimizer import build_optimizer
 
     start(pipeline_parallel=2)
     inner = model()
@@ -221,7 +221,7 @@ def statistics_are_counted_once(*, supernode_size: int, tensor_parallel: int) ->
     from megatron.core.optimizer import get_megatron_optimizer
     from torch.distributed.tensor import DTensor
 
-    from hp_plugin.megatron.optimizer import build_optimizer
+    from hp_plugin.megatron.fsdp.optimizer import build_optimizer
 
     start(tensor_parallel=tensor_parallel)
     whole = model(tensor_model_parallel_size=tensor_parallel)

@@ -33,7 +33,7 @@ def update_of_plain_sgd(*, supernode_size: int, micro_batches: int) -> dict[str,
     """
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from hp_plugin.megatron.optimizer import build_optimizer
+    from hp_plugin.megatron.fsdp.optimizer import build_optimizer
 
     start()
     plain = model()

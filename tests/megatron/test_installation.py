@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hp_plugin.errors import UnsupportedError
-from hp_plugin.megatron import rebind, versions
+from hp_plugin.megatron.releases import rebind, versions
 from tests.megatron.cases import tiny_job
 from tests.support import run_ranks
 
@@ -83,7 +83,7 @@ def arguments_with_and_without() -> tuple[dict[str, Any], dict[str, Any]]:
     from megatron.training import arguments
 
     import hp_plugin.megatron
-    from hp_plugin.megatron import flags, muon_flags
+    from hp_plugin.megatron.arguments import flags, muon_flags
 
     words = [word for word in tiny_job() if word not in ("--hyperfsdp-device", "cpu")]
     sys.argv = ["train.py", *words]
@@ -110,7 +110,7 @@ def selector_facts() -> dict[str, bool]:
     parse("--use-hyperfsdp")
     from megatron.training import training
 
-    from hp_plugin.megatron.data_parallel import hyperfsdp_class
+    from hp_plugin.megatron.fsdp.data_parallel import hyperfsdp_class
 
     stock, ours = Stock.__new__(Stock), hyperfsdp_class().__new__(hyperfsdp_class())
     return {

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from hp_plugin.errors import UnsupportedError
-from hp_plugin.megatron import validation
-from hp_plugin.megatron.flags import HyperFSDPOptions
-from hp_plugin.megatron.observe_model import (
+from hp_plugin.megatron.arguments import validation
+from hp_plugin.megatron.arguments.flags import HyperFSDPOptions
+from hp_plugin.megatron.observation.model import (
     Bytes,
     Operands,
     Part,
@@ -64,14 +64,14 @@ class TestClosedForm:
 
 @pytest.mark.parametrize("flag", ["use_hypermuon", "use_megatron_fsdp"])
 def test_only_megatrons_ddp_can_be_observed(flag: str) -> None:
-    from tests.megatron.test_validation import megatron_arguments
+    from tests.megatron.arguments.test_validation import megatron_arguments
 
     with pytest.raises(UnsupportedError, match=r"observe cannot be combined with --use-"):
         validation.check_observed_arguments(megatron_arguments(**{flag: True}), HyperFSDPOptions())
 
 
 def test_what_would_be_refused_is_told_and_not_refused() -> None:
-    from tests.megatron.test_validation import megatron_arguments
+    from tests.megatron.arguments.test_validation import megatron_arguments
 
     args = megatron_arguments(fp8="hybrid", use_distributed_optimizer=True)
     (line,) = validation.check_observed_arguments(args, HyperFSDPOptions())

@@ -13,7 +13,7 @@ import pytest
 
 from tests.megatron import public_bugs, wrapped
 from tests.megatron.cases import FP32_TOLERANCE
-from tests.megatron.test_checkpoint import HALF, PP, Jobs, assert_continues, assert_same_weights, ours
+from tests.megatron.checkpoints.test_checkpoint import HALF, PP, Jobs, assert_continues, assert_same_weights, ours
 from tests.support import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -70,9 +70,9 @@ def test_checkpoints_need_megatron_core_alone() -> None:
     """modelscope/ms-swift PR 10017 (and its issue 9976): helpers for FSDP checkpoints lay in `megatron.training`, which
     an installation of megatron-core from the index does not have.
     """
-    # `checkpoint_save` wraps a function of the training loop.
-    paths = [path for path in PACKAGE.glob("*checkpoint*.py") if path.name != "checkpoint_save.py"]
-    assert len(paths) >= 3
+    # `checkpoints.save` wraps a function of the training loop.
+    paths = [path for path in PACKAGE.glob("checkpoints/*.py") if path.name != "save.py"]
+    assert len(paths) >= 6
     for path in paths:
         imported = {
             alias.name if isinstance(node, ast.Import) else f"{node.module}"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.megatron import training
 from tests.megatron.cases import FP32_TOLERANCE, tiny_job
-from tests.megatron.test_checkpoint import END, HALF, Jobs, assert_continues, ours, stock
+from tests.megatron.checkpoints.test_checkpoint import END, HALF, Jobs, assert_continues, ours, stock
 from tests.megatron.training import Run
 from tests.support import run_ranks
 

@@ -133,7 +133,7 @@ def full_weights(chunks: list[Any]) -> dict[str, Any]:
     """Full weights of a rank's model chunks, without the prefixes of wrappers. Collective where they are sharded."""
     from torch.distributed.tensor import DTensor
 
-    from hp_plugin.megatron.differences import unwrapped
+    from hp_plugin.megatron.releases.differences import unwrapped
 
     weights = {}
     for number, chunk in enumerate(map(unwrapped, chunks)):

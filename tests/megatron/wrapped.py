@@ -81,7 +81,7 @@ def wrap(module: Any, *, supernode_size: int, **options: Any) -> Any:
     """`module` in HyperFSDP."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from hp_plugin.megatron.data_parallel import WrapperOptions, hyperfsdp_class
+    from hp_plugin.megatron.fsdp.data_parallel import WrapperOptions, hyperfsdp_class
 
     # As Megatron's argument parser has it: under a dynamic loss scale, overflows are found by the optimizer.
     ddp_config = DistributedDataParallelConfig(

@@ -30,7 +30,7 @@ def preload_megatron() -> None:
     preload_core()
     compat = importlib.import_module("hp_plugin.megatron.cpu_compat")
     compat.install()
-    versions = importlib.import_module("hp_plugin.megatron.versions")
+    versions = importlib.import_module("hp_plugin.megatron.releases.versions")
     importlib.import_module("megatron.training" if versions.has_training() else "megatron.core.optimizer")
 
 

@@ -7,9 +7,10 @@ import sys
 import torch
 
 from hp_plugin.errors import ConfigurationError, UnsupportedError
-from hp_plugin.megatron import reporting, versions
+from hp_plugin.megatron import reporting
 from hp_plugin.megatron.cpu_compat import devices, distributed, factories, megatron_names, rng
 from hp_plugin.megatron.cpu_compat.patches import Ledger
+from hp_plugin.megatron.releases import versions
 
 _ledger: Ledger | None = None
 # Process-wide by nature: it lists what was replaced in torch and Megatron, which are process-wide too.

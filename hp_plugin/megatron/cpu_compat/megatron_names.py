@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from hp_plugin.megatron import versions
 from hp_plugin.megatron.cpu_compat.patches import Ledger
+from hp_plugin.megatron.releases import versions
 
 AREA = "Megatron"
 

@@ -1,0 +1,1 @@
+"""Sharded training in Megatron's loop: the data-parallel class, gradients, the optimizer on shards."""

@@ -1,0 +1,1 @@
+"""What differs between the supported releases of Megatron, and which names are replaced in each."""
