@@ -106,6 +106,8 @@ def load(
             setattr(engine, counter, state[counter])
     if scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if optimizer and engine.loss_scaler is not None:
+        engine.loss_scaler.load(state.get("loss_scaler"))
     engine.loaded_checkpoint_dp_world_size = state["dp_world_size"]
     client = stored.get(f"client_{dist.get_rank()}", stored["client_0"])
     return str(folder), _unpacked(client)
@@ -116,6 +118,7 @@ def _engine_state(engine: Any) -> dict[str, Any]:
     return {
         **{counter: getattr(engine, counter) for counter in _COUNTERS},
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "loss_scaler": None if engine.loss_scaler is None else engine.loss_scaler.loss_scale.state_dict(),
         "dp_world_size": engine.dp_world_size,
         "mesh": tuple(engine.mesh.shape),
         "optimizer": type(engine.basic_optimizer).__name__ if engine.basic_optimizer is not None else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_plugin.core.fsdp import MixedPrecisionPolicy
 from hp_plugin.core.optim.clip import clip_grads_with_norm_, total_grad_norm
 from hp_plugin.core.topology import Topology, mesh_from_group
-from hp_plugin.deepspeed import checkpoint, operations, optimizers, refusals, reporting, weights
+from hp_plugin.deepspeed import checkpoint, operations, optimizers, precision, refusals, reporting, weights
 from hp_plugin.deepspeed.access import mark_parameters
 from hp_plugin.deepspeed.observation import CommunicationLog
 from hp_plugin.deepspeed.replacements import Replacements, check_live
+from hp_plugin.deepspeed.scaler import EngineScaler, LossScale
 from hp_plugin.deepspeed.schema import HyperFSDPConfig, read_block
 from hp_plugin.deepspeed.sharding import shard_model
 from hp_plugin.errors import ConfigurationError, UnsupportedError
@@ -34,10 +35,14 @@ class HyperFSDPEngine(DeepSpeedEngine):
     Attributes:
         hyperfsdp: The block, validated.
         mesh: The device mesh `("dp_replicate", "dp_shard")` over DeepSpeed's data-parallel group.
+        compute_dtype: fp16 or bf16; None in fp32.
+        loss_scaler: Of fp16, else None.
     """
 
     hyperfsdp: HyperFSDPConfig
     mesh: DeviceMesh
+    compute_dtype: torch.dtype | None
+    loss_scaler: EngineScaler | None
     inside_no_sync_ctxt: bool
 
     def __init__(self, args: Any, model: nn.Module, *positional: Any, **keywords: Any) -> None:
@@ -54,15 +59,19 @@ class HyperFSDPEngine(DeepSpeedEngine):
         own: dict[str, Any] = self.__dict__
         own["hyperfsdp"] = options
         own["_replacements"] = Replacements()
-        own["_is_bf16"] = bool(config.bfloat16_config.enabled)
+        own["compute_dtype"] = precision.compute_dtype(config)
+        own["loss_scaler"] = None
         own["_is_unreduced"] = False
         own["_has_seen_backward"] = False
         own["_communication_log"] = CommunicationLog()
         if model_parameters := keywords.get("model_parameters"):
             keywords["model_parameters"] = list(model_parameters)
         config.zero_optimization_stage, config.zero_enabled, config.zero_config.stage = 0, False, 0
-        with self._fp32_inside(config):
+        with precision.fp32_inside(config):
             super().__init__(args, model, *positional, **keywords)
+        if self.compute_dtype == torch.float16 and self.basic_optimizer is not None:
+            self.loss_scaler = EngineScaler(LossScale.of(config.float16_config), self.basic_optimizer)
+            self.torch_autocast_z0_gradscaler = self.loss_scaler
         self._support_torch_style_backward = True
         self._replacements.forget()
 
@@ -80,14 +89,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
             shard_size=options.shard_size,
             device_type=self.device.type,
         )
-        policy = MixedPrecisionPolicy()
-        if self._is_bf16:
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.float32,
-                master_dtype=torch.float32,
-                cast_forward_inputs=False,
-            )
+        policy = precision.policy_for(self.compute_dtype)
         self.__dict__["_replacements"] = shard_model(self.module, options, mesh=self.mesh, policy=policy)
         mark_parameters(self)
         units = self.module.fsdp_units()
@@ -112,16 +114,6 @@ class HyperFSDPEngine(DeepSpeedEngine):
             optimizers.check_scheduler(optimizer, self.scheduler_name(), self.scheduler_params() or {})
         return optimizer
 
-    @contextlib.contextmanager
-    def _fp32_inside(self, config: Any = None) -> Iterator[None]:
-        """DeepSpeed's own bf16 casts the module and wraps the optimizer: inside, it believes that all is fp32."""
-        precision = (self._config if config is None else config).bfloat16_config
-        before, precision.enabled = precision.enabled, False
-        try:
-            yield
-        finally:
-            precision.enabled = before
-
     # ---------------------------------------------------------------- gradients
 
     def _choose_tiers(self) -> None:
@@ -139,8 +131,13 @@ class HyperFSDPEngine(DeepSpeedEngine):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See DeepSpeed. Every micro-batch is reduced inside the supernode, the last of a step between them too."""
         self._choose_tiers()
-        with self._fp32_inside():
+        with precision.fp32_inside(self._config):
             return super().backward(loss, *args, **kwargs)
+
+    def _do_optimizer_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed 0.17 calls this, and knows no scaler of stage 0; later releases ask for one themselves."""
+        loss = loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
+        return super()._do_optimizer_backward(loss, *args, **kwargs)
 
     def _backward_prologue(self, *args: Any, **kwargs: Any) -> Any:
         self._choose_tiers()
@@ -193,12 +190,20 @@ class HyperFSDPEngine(DeepSpeedEngine):
         optimizer: Any = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = total_grad_norm(parameters)
-        value = float(norm)
         optimizer.overflow = not torch.isfinite(norm).item()
-        optimizer._global_grad_norm = value
-        if self.gradient_clipping() > 0.0 and not optimizer.overflow:
-            clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
-        with self._fp32_inside(), _without_step(optimizer) if optimizer.overflow else contextlib.nullcontext():
+        if not optimizer.overflow:
+            if self.loss_scaler is not None:
+                self.loss_scaler.unscale(parameters)
+                norm = norm / self.loss_scaler.applied
+            if self.gradient_clipping() > 0.0:
+                clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
+        optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
+        if self.loss_scaler is not None:
+            self.loss_scaler.finish_step(optimizer.overflow)
+        with (
+            precision.fp32_inside(self._config),
+            _without_step(optimizer) if optimizer.overflow else contextlib.nullcontext(),
+        ):
             super()._take_model_step(*args, **kwargs)
         self._communication_log.record(self.module.fsdp_counters())
 
@@ -208,8 +213,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
     # ---------------------------------------------------------------- weights and checkpoints
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        dtype = torch.bfloat16 if self._is_bf16 else None
-        return weights.full_state_dict(self.module, dtype=dtype, skip_frozen=exclude_frozen_parameters)
+        return weights.full_state_dict(self.module, dtype=self.compute_dtype, skip_frozen=exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)

@@ -89,12 +89,7 @@ REFUSALS = (
     Refusal(
         "bf16.immediate_grad_update", _on, _ACCUMULATION, "remove it: gradients are reduced during backward anyway"
     ),
-    Refusal(
-        "fp16",
-        lambda v: isinstance(v, Mapping) and v.get("enabled") is True,
-        "there is no loss scale over shards yet",
-        'use "bf16": {"enabled": true}',
-    ),
+    Refusal("fp16.fp16_master_weights_and_grads", _on, _ACCUMULATION, "remove it"),
     Refusal(
         "data_types.grad_accum_dtype",
         lambda v: v not in (None, "fp32", "float32"),
