@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.errors import ConfigurationError
 
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -124,36 +124,6 @@ def unit_modules(model: torch.nn.Module, is_layer: Callable[[torch.nn.Module], b
             units.append(module)
             taken.update(id(inner) for inner in module.modules())
     return units
-
-
-def is_expert(parameter: torch.Tensor) -> bool:
-    """Whether Megatron reduces the gradient of `parameter` over expert-data-parallel ranks: another set of ranks."""
-    return not getattr(parameter, "allreduce", True)
-
-
-def expert_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost modules inside `model` that hold expert parameters and no others: units on a mesh of their own.
-
-    In a mixture layer that is the module `experts`, whichever class it has. In order of `modules()`.
-
-    Raises:
-        UnsupportedError: A module holds expert parameters and others itself, so that no module can be split off.
-    """
-    found: list[torch.nn.Module] = []
-    for child in model.children():
-        marks = {is_expert(parameter) for parameter in child.parameters()}
-        if marks == {True}:
-            found.append(child)
-        elif True in marks:
-            found += expert_modules(child)
-    taken = {id(parameter) for module in found for parameter in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if is_expert(parameter) and id(parameter) not in taken:
-            raise UnsupportedError(
-                f"{type(model).__name__} holds the expert parameter {name} beside others. HyperFSDP shards expert "
-                "parameters by module; put them into a module that holds nothing else."
-            )
-    return found
 
 
 def is_first_chunk(model: Any, *, later: bool = False) -> bool:

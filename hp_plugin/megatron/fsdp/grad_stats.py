@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hp_plugin.core.fsdp.experts import is_expert
 from hp_plugin.core.layout import is_shard, local_tensor
 from hp_plugin.megatron.releases.differences import is_tensor_parallel_duplicate
 
@@ -122,8 +123,6 @@ def params_l2_norm(chunks: Sequence[Any]) -> float:
         chunks: The model chunks of this rank, wrapped in HyperFSDP.
     """
     from megatron.core import parallel_state
-
-    from hp_plugin.megatron.fsdp.data_parallel import is_expert
 
     tp_group = parallel_state.get_tensor_model_parallel_group()
     expert_tp_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)

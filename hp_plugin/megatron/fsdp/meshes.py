@@ -6,7 +6,6 @@ attention. Megatron has process groups for both, and both become `(dp_replicate,
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_plugin.core.fsdp.experts import expert_shard_size
 from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.megatron.fsdp.data_parallel import WrapperOptions
 
@@ -54,7 +54,8 @@ def make_meshes(config: Any, pg_collection: Any, options: WrapperOptions, device
     if not has_expert_groups(config):
         return Meshes(dense, None)
     group = expert_data_parallel_group(pg_collection)
-    return Meshes(dense, make(group, _expert_shard_size(options.shard_size, group, topology)))
+    shard_size = expert_shard_size(options.shard_size, dist.get_process_group_ranks(group), topology)
+    return Meshes(dense, make(group, shard_size))
 
 
 def data_parallel_group(pg_collection: Any) -> dist.ProcessGroup:
@@ -76,29 +77,3 @@ def has_expert_groups(config: Any) -> bool:
     tensor = config.tensor_model_parallel_size
     expert_tensor = getattr(config, "expert_tensor_parallel_size", None)
     return bool(config.expert_model_parallel_size > 1 or (expert_tensor is not None and expert_tensor != tensor))
-
-
-def expert_reshard(value: bool | int, shard_size: int) -> bool | int:
-    """`reshard_after_forward` of experts: with a number, as many groups as their smaller shard group can be cut into.
-
-    Args:
-        value: What was asked for, for groups of the size of the dense parameters' shard group.
-        shard_size: Size of the experts' shard group.
-
-    Returns:
-        A bool, or the smallest divisor of `shard_size` that is at least `value`; so never more memory than asked for.
-    """
-    if isinstance(value, bool):
-        return value
-    return next((n for n in range(value, shard_size) if shard_size % n == 0), True)
-
-
-def _expert_shard_size(shard_size: Any, group: dist.ProcessGroup, topology: Topology) -> Any:
-    """A number of ranks for dense parameters, as far as it divides what each supernode holds of the experts' group."""
-    if not isinstance(shard_size, int):
-        return shard_size
-    shares: dict[int, int] = {}
-    for rank in dist.get_process_group_ranks(group):
-        supernode = topology.supernode_of[rank]
-        shares[supernode] = shares.get(supernode, 0) + 1
-    return math.gcd(shard_size, *shares.values())

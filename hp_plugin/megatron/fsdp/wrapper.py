@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
 from hp_plugin.core.fsdp.counters import Counters
+from hp_plugin.core.fsdp.experts import expert_modules, expert_reshard, is_expert
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron import reporting
@@ -24,8 +25,6 @@ from hp_plugin.megatron.fsdp import finalize
 from hp_plugin.megatron.fsdp.data_parallel import (
     WrapperOptions,
     compute_dtype,
-    expert_modules,
-    is_expert,
     is_first_chunk,
     options_from_arguments,
     unit_modules,
@@ -34,7 +33,6 @@ from hp_plugin.megatron.fsdp.meshes import (
     Meshes,
     data_parallel_group,
     expert_data_parallel_group,
-    expert_reshard,
     make_meshes,
 )
 from hp_plugin.megatron.releases.differences import unwrapped

@@ -18,12 +18,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from hp_plugin.core.fsdp.experts import expert_modules, is_expert
 from hp_plugin.core.topology import Topology, measure_link
 from hp_plugin.megatron import reporting
 from hp_plugin.megatron.fsdp.data_parallel import (
     WrapperOptions,
-    expert_modules,
-    is_expert,
     options_from_arguments,
     unit_modules,
 )

@@ -14,8 +14,8 @@ from tests.support import RanksFailedError, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from hp_plugin.errors import ConfigurationError, UnsupportedError
-from hp_plugin.megatron.fsdp.data_parallel import compute_dtype, expert_modules, unit_modules
+from hp_plugin.errors import ConfigurationError
+from hp_plugin.megatron.fsdp.data_parallel import compute_dtype, unit_modules
 
 
 class Layer(nn.Module):
@@ -57,54 +57,6 @@ def test_a_layer_inside_a_layer_belongs_to_the_outer_unit():
     model = Model(tied=True)
     model.layers[0].inner = Layer()
     assert units(model) == list(model.layers)
-
-
-class Mixture(nn.Module):
-    """A layer with a router, shared experts, and experts one by one or in one module."""
-
-    def __init__(self, *, grouped: bool) -> None:
-        super().__init__()
-        self.router, self.shared_experts = nn.Linear(2, 4), nn.Linear(2, 2)
-        self.experts = nn.Linear(2, 8) if grouped else nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
-        mark(self.experts)
-
-
-def mark(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.allreduce = False
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_experts_that_are_reduced_over_fewer_ranks_are_units_of_their_own(grouped):
-    model = Model(tied=True)
-    model.layers[1].mixture = Mixture(grouped=grouped)
-    assert expert_modules(model) == [model.layers[1].mixture.experts]
-
-
-def test_experts_that_are_reduced_like_the_rest_belong_to_their_layer():
-    model = Model(tied=True)
-    model.layers[1].mixture = Mixture(grouped=False)
-    for parameter in model.parameters():
-        parameter.allreduce = True
-    assert expert_modules(model) == []
-
-
-def test_an_expert_parameter_beside_others_in_one_module_is_refused():
-    model = Model(tied=True)
-    model.layers[0].linear.weight.allreduce = False
-    with pytest.raises(UnsupportedError, match=r"Linear holds the expert parameter weight beside others"):
-        expert_modules(model)
-
-
-@pytest.mark.parametrize(
-    ("value", "shard_size", "expected"),
-    [(True, 4, True), (False, 4, False), (2, 4, 2), (3, 4, True), (2, 6, 2), (4, 6, True), (2, 1, True), (2, 2, True)],
-)
-def test_a_number_of_ranks_that_keep_parts_is_rounded_up_for_experts(value, shard_size, expected):
-    from hp_plugin.megatron.fsdp.meshes import expert_reshard
-
-    found = expert_reshard(value, shard_size)
-    assert (type(found), found) == (type(expected), expected)
 
 
 def test_the_compute_dtype_is_that_of_the_model_and_mixtures_are_refused():
