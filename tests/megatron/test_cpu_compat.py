@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ def installed_layer() -> dict[str, Any]:
         "memory": torch.cuda.max_memory_allocated(),
         "rng": rng_repeats(),
         "mark": sequence_parallel_marks(),
+        "saved": saved_after_an_update(),
     }
     cpu_compat.restore()
     facts["restored"] = [getattr(owner, name) is old for (owner, name), old in zip(names, before, strict=True)]
@@ -97,6 +99,25 @@ def sequence_parallel_marks() -> list[bool]:
         assert config.sequence_parallel is wanted
         made.append(all(parameter.sequence_parallel for parameter in norm.parameters()))
     return made
+
+
+def saved_after_an_update() -> float:
+    """What a save that has begun writes of a tensor of ones that training has doubled since."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    weight = torch.ones(4)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weight": weight}, is_coordinator=True)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = FileSystemWriterAsync(folder)
+        writer.set_up_storage_writer(is_coordinator=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, _ = planner.create_global_plan([plan])
+        writer.prepare_write_data(writer.prepare_global_plan(plans)[0], planner)
+        weight.mul_(2)
+        ((_, _, (_, [(_, staged)])),) = writer.write_buckets
+    return float(staged.sum()) / 4
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +166,10 @@ def test_the_cuda_generator_governs_draws(facts: dict[str, Any]) -> None:
 
 def test_norm_parameters_carry_the_mark_of_sequence_parallelism(facts: dict[str, Any]) -> None:
     assert facts["mark"] == [True, False]
+
+
+def test_a_save_writes_what_the_tensors_held_when_it_began(facts: dict[str, Any]) -> None:
+    assert facts["saved"] == 1.0
 
 
 def test_restore_puts_everything_back(facts: dict[str, Any]) -> None:

@@ -82,6 +82,27 @@ def fork_checkpoint_worker(ledger: Ledger) -> None:
     ledger.replace(PersistentAsyncCaller, "_get_process", classmethod(_get_process), area=AREA)
 
 
+def stage_saved_tensors(ledger: Ledger) -> None:
+    """Copy what ``--async-save`` writes before training goes on, as the copy from a device to the host does.
+
+    Tensors that are on CPU already are not copied by Megatron, and its worker would write what they hold by then.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    original = FileSystemWriterAsync.prepare_write_data
+
+    @functools.wraps(original)
+    def prepare_write_data(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        self.write_buckets = [
+            (path, key, (texts, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, key, (texts, tensors) in self.write_buckets or []
+        ]
+        return result
+
+    ledger.replace(FileSystemWriterAsync, "prepare_write_data", prepare_write_data, area=AREA)
+
+
 def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +118,13 @@ def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
     return __new__
 
 
-_NEWEST = (keep_compiled_helpers, allow_no_cuda, mark_sequence_parallel_norms, fork_checkpoint_worker)
+_NEWEST = (
+    keep_compiled_helpers,
+    allow_no_cuda,
+    mark_sequence_parallel_norms,
+    stage_saved_tensors,
+    fork_checkpoint_worker,
+)
 
 STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
     (0, 12): (
@@ -105,9 +132,16 @@ STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
         skip_fused_kernels,
         allow_no_cuda,
         mark_sequence_parallel_norms,
+        stage_saved_tensors,
         load_without_transformer_engine,
     ),
-    (0, 16): (keep_compiled_helpers, skip_fused_kernels, allow_no_cuda, mark_sequence_parallel_norms),
+    (0, 16): (
+        keep_compiled_helpers,
+        skip_fused_kernels,
+        allow_no_cuda,
+        mark_sequence_parallel_norms,
+        stage_saved_tensors,
+    ),
     (0, 17): _NEWEST,
     (0, 18): _NEWEST,
     (0, 19): _NEWEST,
