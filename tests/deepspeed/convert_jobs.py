@@ -1,0 +1,161 @@
+"""Rank functions that save with one engine and go on with another. All ranks see the same data, so worlds compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.deepspeed.models import batch, build_model
+from tests.deepspeed.training import ADAM, Run, base_config, start, stock
+
+SCHEDULED = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01}}
+MUON = {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "float32"}
+STEPS, MORE = 3, 3
+
+
+def save_and_go_on(*, directory: str, engine: str, steps: int = STEPS, more: int = MORE, **kind: Any) -> Run:
+    """Train `steps`, save, and train `more` without a break: what came after the save, and the weights at the end.
+
+    Args:
+        directory: For the checkpoint.
+        engine: See `build`.
+        steps: Before the save.
+        more: After it.
+        **kind: See `build`.
+    """
+    built = build(engine, **kind)
+    train(built, Run(), 0, steps)
+    built.save_checkpoint(directory, client_state={"epoch": 7, "seen": torch.tensor([steps])})
+    run = Run(engine=type(built).__name__)
+    train(built, run, steps, more)
+    run.weights = weights(built)
+    return run
+
+
+def load_and_go_on(
+    *, directory: str, engine: str, more: int = MORE, options: dict[str, Any] | None = None, **kind: Any
+) -> tuple[Run, dict[str, Any]]:
+    """Load into an engine with other weights and go on; also what was loaded beside the weights.
+
+    Args:
+        directory: Of the checkpoint.
+        engine: See `build`.
+        more: Steps.
+        options: Of `load_checkpoint`.
+        **kind: See `build`.
+    """
+    built = build(engine, spoil=not kind.get("universal"), **kind)
+    path, client = built.load_checkpoint(directory, **(options or {}))
+    facts = {"path": path, "client": client, "steps": built.global_steps, "samples": built.global_samples}
+    facts["buffer"] = built.module.scale.clone()
+    facts["state"] = _norms(built) if engine == "ours" else {}
+    run = Run(engine=type(built).__name__)
+    train(built, run, facts["steps"], more)
+    run.weights = weights(built)
+    return run, facts
+
+
+def build(
+    engine: str,
+    *,
+    optimizer: str = "AdamW",
+    spoil: bool = False,
+    tied: bool = True,
+    frozen: bool = True,
+    groups: bool = True,
+    universal: bool = False,
+    supernode_size: int = 1,
+    bf16: bool = False,
+    zero: dict[str, Any] | None = None,
+) -> Any:
+    """An engine on a model with a tied weight, a frozen one and a buffer, and two parameter groups.
+
+    Args:
+        engine: "ours", or "zero1", "zero2", "zero3" of stock.
+        optimizer: "AdamW", "Muon" or "HyperMuon".
+        spoil: Change the weights and the buffer, so that only loading can bring back those of the checkpoint.
+        tied: The head has the embedding's weight.
+        frozen: One norm is not trained.
+        groups: Vectors in a group without weight decay.
+        universal: Load stock's engine from the universal layout.
+        supernode_size: Of ours.
+        bf16: Train in it.
+        zero: Further settings of ZeRO.
+    """
+    deepspeed = start()
+    config = base_config(hyperfsdp={"supernode_size": supernode_size}, gradient_clipping=0.5, **(zero or {}))
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    if optimizer == "AdamW":
+        config["scheduler"] = SCHEDULED
+    else:
+        options = MUON if optimizer == "HyperMuon" else {"lr": 0.02, "ns_method": "standard", "torch_adam": True}
+        config["optimizer"] = {"type": optimizer, "params": options}
+        if optimizer == "Muon":
+            config["gradient_clipping"] = 0.0
+    if engine != "ours":
+        config = stock(config)
+        config["zero_optimization"]["stage"] = int(engine[-1])
+        if optimizer == "Muon" and engine == "zero3":
+            config["zero_optimization"]["reduce_scatter"] = False
+        if universal:
+            config["checkpoint"] = {"load_universal": True}
+    model = build_model(tied=tied)
+    model.register_buffer("scale", torch.tensor([1.5, 2.0]))
+    if frozen:
+        model.blocks[0].norm.weight.requires_grad_(False)
+    if spoil:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+            model.scale.zero_()
+    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if groups and optimizer == "AdamW":
+        vectors, others = [p for p in trained if p.dim() < 2], [p for p in trained if p.dim() > 1]
+        trained = [{"params": others, "weight_decay": ADAM["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    built, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    return built
+
+
+def train(engine: Any, run: Run, first: int, steps: int) -> None:
+    for step in range(first, first + steps):
+        loss = engine(batch(step, 0, 0))
+        run.losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        run.norms.append(float(engine.get_global_grad_norm()))
+        run.rates.append(engine.get_lr()[0])
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Full weights; frozen ones too, which stock's helper does not find in stages 1 and 2."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        frozen = {n: p.detach().clone() for n, p in engine.module.named_parameters() if not p.requires_grad}
+    return {**_trained(engine), **frozen}
+
+
+def _trained(engine: Any) -> dict[str, torch.Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in found}
+
+
+def _norms(engine: Any) -> dict[str, dict[str, float]]:
+    """Of each parameter's optimizer state."""
+    from hp_plugin.deepspeed.access import full_value
+
+    names = {p: n for n, p in engine.module.named_parameters()}
+    return {
+        names[p]: {key: float(full_value(value).norm()) for key, value in state.items() if torch.is_tensor(value)}
+        for p, state in engine.basic_optimizer.state.items()
+    }
+
+
+def latest_folder(directory: str) -> Path:
+    """The folder that the last save has made."""
+    return Path(directory, Path(directory, "latest").read_text().strip())
