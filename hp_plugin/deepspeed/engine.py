@@ -12,10 +12,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_plugin.core.optim.clip import clip_grads_with_norm_, total_grad_norm
+from hp_plugin.core.optim.clip import clip_grads_with_norm_
 from hp_plugin.core.topology import Topology, mesh_from_group
 from hp_plugin.deepspeed import checkpoint, operations, optimizers, precision, refusals, reporting, weights
 from hp_plugin.deepspeed.access import mark_parameters
+from hp_plugin.deepspeed.experts import Experts
 from hp_plugin.deepspeed.observation import CommunicationLog
 from hp_plugin.deepspeed.replacements import Replacements, check_live
 from hp_plugin.deepspeed.scaler import EngineScaler, LossScale
@@ -35,12 +36,15 @@ class HyperFSDPEngine(DeepSpeedEngine):
     Attributes:
         hyperfsdp: The block, validated.
         mesh: The device mesh `("dp_replicate", "dp_shard")` over DeepSpeed's data-parallel group.
+        experts: Those of layers of `deepspeed.moe`, whose parameters have meshes of their own.
         compute_dtype: fp16 or bf16; None in fp32.
         loss_scaler: Of fp16, else None.
     """
 
     hyperfsdp: HyperFSDPConfig
     mesh: DeviceMesh
+    experts: Experts
+    has_moe_layers: bool
     compute_dtype: torch.dtype | None
     loss_scaler: EngineScaler | None
     inside_no_sync_ctxt: bool
@@ -79,6 +83,11 @@ class HyperFSDPEngine(DeepSpeedEngine):
 
     def _broadcast_model(self) -> None:
         """Spreads the weights of the first rank, then shards them. The last thing that configures the model."""
+        if self.mp_world_size > 1:
+            raise UnsupportedError(
+                f"the mpu that was given has {self.mp_world_size} model-parallel ranks, over which HyperFSDP does not "
+                "sum norms; leave mpu out: weights are sharded over the same ranks."
+            )
         super()._broadcast_model()
         options = self.hyperfsdp
         topology = Topology.detect(options.supernode_size)
@@ -89,8 +98,17 @@ class HyperFSDPEngine(DeepSpeedEngine):
             shard_size=options.shard_size,
             device_type=self.device.type,
         )
+        self.__dict__["experts"] = Experts.of(
+            self.module,
+            dense=self.mesh,
+            data_parallel=self.seq_data_parallel_group,
+            topology=topology,
+            shard_size=options.shard_size,
+        )
         policy = precision.policy_for(self.compute_dtype)
-        self.__dict__["_replacements"] = shard_model(self.module, options, mesh=self.mesh, policy=policy)
+        self.__dict__["_replacements"] = shard_model(
+            self.module, options, mesh=self.mesh, policy=policy, experts=self.experts
+        )
         mark_parameters(self)
         units = self.module.fsdp_units()
         reporting.say(f"HyperFSDP: {len(units)} units over {dict(zip(MESH_AXES, self.mesh.shape))}")
@@ -101,7 +119,12 @@ class HyperFSDPEngine(DeepSpeedEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if isinstance(client_optimizer, torch.optim.Optimizer):
             self._replacements.apply_to(client_optimizer)
-        super()._configure_optimizer(client_optimizer, self._replacements.follow_all(model_parameters))
+        # DeepSpeed would give experts parameter groups of their own, which ZeRO needs and we do not.
+        has_experts, self.has_moe_layers = self.has_moe_layers, False
+        try:
+            super()._configure_optimizer(client_optimizer, self._replacements.follow_all(model_parameters))
+        finally:
+            self.has_moe_layers = has_experts
         optimizers.check_client(self.basic_optimizer)
         check_live(self.basic_optimizer, self.module)
         optimizers.complete_for_engine(self.basic_optimizer)
@@ -189,7 +212,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
             self._finish_reduction()  # after backward passes that were all inside no_sync, for instance
         optimizer: Any = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = total_grad_norm(parameters)
+        norm = self.experts.total_grad_norm(parameters)
         optimizer.overflow = not torch.isfinite(norm).item()
         if not optimizer.overflow:
             if self.loss_scaler is not None:
@@ -213,7 +236,9 @@ class HyperFSDPEngine(DeepSpeedEngine):
     # ---------------------------------------------------------------- weights and checkpoints
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        return weights.full_state_dict(self.module, dtype=self.compute_dtype, skip_frozen=exclude_frozen_parameters)
+        return weights.full_state_dict(
+            self.module, dtype=self.compute_dtype, experts=self.experts, skip_frozen=exclude_frozen_parameters
+        )
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)

@@ -23,7 +23,8 @@ class _Gathered:
 
     Args:
         parameters: Sharded parameters, each once.
-        modifier_rank: Rank of the data-parallel group whose values count at the end; None drops changes.
+        modifier_rank: Rank of the data-parallel group whose values count at the end, for an expert's parameter of the
+            ranks that hold the same expert; None drops changes.
         fwd_module: The module in whose forward they are used, where a caller names it.
     """
 
@@ -52,7 +53,9 @@ class _Gathered:
         for parameter in self._parameters:
             full = access.show_shard(parameter)
             if self._modifier_rank is not None:
-                group = access.engine_of(parameter).seq_data_parallel_group
+                engine = access.engine_of(parameter)
+                experts = engine.experts.group_of(parameter)
+                group = engine.seq_data_parallel_group if experts is None else experts.data_parallel
                 dist.broadcast(full, dist.get_global_rank(group, self._modifier_rank), group=group)
                 access.write_full(parameter, full)
 

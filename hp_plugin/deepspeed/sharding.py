@@ -11,13 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
+from hp_plugin.core.fsdp.experts import expert_modules, expert_reshard
+from hp_plugin.deepspeed.experts import ExpertGroup, Experts
 from hp_plugin.deepspeed.replacements import Replacements
 from hp_plugin.deepspeed.schema import HyperFSDPConfig, did_you_mean
-from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.errors import ConfigurationError
+
+_NO_EXPERTS = Experts()
 
 
 def shard_model(
-    model: nn.Module, options: HyperFSDPConfig, *, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    model: nn.Module,
+    options: HyperFSDPConfig,
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    experts: Experts = _NO_EXPERTS,
 ) -> Replacements:
     """Shards `model` in place, one unit after the other; every rank of the mesh must call.
 
@@ -29,14 +38,11 @@ def shard_model(
         options: Our block.
         mesh: `("dp_replicate", "dp_shard")`.
         policy: Dtypes of all units.
+        experts: Of the model, with the meshes of their parameters.
 
     Returns:
         What stands for each parameter now.
-
-    Raises:
-        UnsupportedError: The model has layers of `deepspeed.moe`.
     """
-    _refuse_experts(model)
     replacements = Replacements()
     settings: dict[str, Any] = dict(
         mesh=mesh,
@@ -51,21 +57,38 @@ def shard_model(
     )
     taken: set[nn.Module] = set()
     full_dtype = torch.float32 if policy.param_dtype is None else None
-    for unit in unit_modules(model, options.units):
+    reshard = options.reshard_after_forward
+    units = unit_modules(model, options.units)
+    roots = expert_modules(model)
+    inside = {module for root in roots for module in root.modules()}
+    # Units that were asked for by name may lie inside the experts; else all experts of a layer are one unit.
+    asked = [] if options.units == "auto" else [unit for unit in units if unit in inside]
+    for unit in [*asked, *(root for root in roots if root not in asked)]:
+        group = _group_of(unit, experts)
         _shard_unit(
-            unit, taken, replacements, full_dtype, reshard_after_forward=options.reshard_after_forward, **settings
+            unit,
+            taken,
+            replacements,
+            full_dtype,
+            reshard_after_forward=expert_reshard(reshard, group.mesh.size(-1)),
+            **{**settings, "mesh": group.mesh},
         )
+    for unit in units:
+        if unit not in inside:
+            _shard_unit(unit, taken, replacements, full_dtype, reshard_after_forward=reshard, **settings)
     _shard_unit(model, taken, replacements, full_dtype, **settings)
+    if roots:
+        # An expert sees the tokens of all data-parallel ranks, so its gradient is a mean over as many ranks as all
+        # others, though it is added up over fewer.
+        root_module: Any = model
+        root_module.set_gradient_divide_factor(float(mesh.size()))
     return replacements
 
 
-def _refuse_experts(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not getattr(parameter, "allreduce", True):  # how DeepSpeed marks the parameters of its experts
-            raise UnsupportedError(
-                f"{name} is a parameter of deepspeed.moe, whose experts have process groups of their own; HyperFSDP "
-                "does not shard those yet. Use a mixture layer whose experts are ordinary modules on every rank."
-            )
+def _group_of(unit: nn.Module, experts: Experts) -> ExpertGroup:
+    group = experts.group_of(next(unit.parameters()))
+    assert group is not None  # `expert_modules` has looked
+    return group
 
 
 def unit_modules(model: nn.Module, classes: str | Sequence[str]) -> list[nn.Module]:

@@ -13,17 +13,19 @@ from torch import nn
 
 from hp_plugin.deepspeed import reporting
 from hp_plugin.deepspeed.access import full_value
+from hp_plugin.deepspeed.experts import Experts
 
 
 @torch.no_grad()
 def full_state_dict(
-    module: nn.Module, *, dtype: torch.dtype | None, skip_frozen: bool = False
+    module: nn.Module, *, dtype: torch.dtype | None, experts: Experts, skip_frozen: bool = False
 ) -> OrderedDict[str, torch.Tensor] | None:
     """The state dict of the unsharded model, on the host; None on other ranks than 0. Every rank must call.
 
     Args:
         module: The model.
         dtype: Of floating parameters; None leaves them as they are. Buffers keep theirs.
+        experts: Of the model; those of all ranks are in the result, under their numbers in the layer.
         skip_frozen: Leave out parameters that do not require a gradient.
 
     Tied parameters share one tensor, as in the model.
@@ -39,11 +41,11 @@ def full_state_dict(
         if id(value) in copies:
             found[name] = copies[id(value)]
             continue
-        full = full_value(value)
-        if not is_writer:
-            continue
-        wanted = dtype if name in parameters and full.is_floating_point() and dtype is not None else full.dtype
-        found[name] = copies[id(value)] = full.detach().to("cpu", wanted, copy=True)
+        for each, full in experts.full_values(name, value, full_value(value)):
+            if not is_writer:
+                continue
+            wanted = dtype if name in parameters and full.is_floating_point() and dtype is not None else full.dtype
+            found[each] = copies[id(value)] = full.detach().to("cpu", wanted, copy=True)
     return found if is_writer else None
 
 

@@ -319,20 +319,3 @@ def observe(*, directory: str) -> dict[str, Any]:
         "monitored": sorted(path.name for path in Path(directory).rglob("*.csv")),
         "profile": Path(directory, "profile.txt").exists(),
     }
-
-
-def what_is_said_of_experts() -> str:
-    """The refusal of a model with a parameter that `deepspeed.moe` has marked."""
-    from hp_plugin.core.fsdp import MixedPrecisionPolicy
-    from hp_plugin.deepspeed.schema import HyperFSDPConfig
-    from hp_plugin.deepspeed.sharding import shard_model
-    from hp_plugin.errors import UnsupportedError
-
-    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[1].weight.allreduce = False
-    nothing: Any = None
-    try:
-        shard_model(model, HyperFSDPConfig(), mesh=nothing, policy=MixedPrecisionPolicy())
-    except UnsupportedError as error:
-        return str(error)
-    return "sharded"

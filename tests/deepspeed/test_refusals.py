@@ -65,11 +65,6 @@ def test_initialize_refuses_by_name() -> None:
             assert found[name].split(":")[0] in ("ConfigurationError", "UnsupportedError")
 
 
-def test_experts_of_deepspeed_are_refused_by_name() -> None:
-    (said,) = run_ranks(1, helpers.what_is_said_of_experts, flavour="deepspeed", timeout=60)
-    assert said.startswith("1.weight is a parameter of deepspeed.moe")
-
-
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_by_all() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def save_checkpoint(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     extra: Mapping[str, Any] | None = None,
     ignore_frozen: bool = False,
+    rename: Callable[[str], str] | None = None,
 ) -> None:
     """Writes a checkpoint directory, on a file system that all ranks share. Every rank of the default group must call.
 
@@ -40,6 +41,7 @@ def save_checkpoint(
         optimizers: Its optimizer or optimizers.
         extra: Further values (step, data position, ...); those under one key must be the same on every rank.
         ignore_frozen: Leave out parameters that do not require a gradient.
+        rename: What a parameter of this rank is called in the checkpoint, where ranks call different ones alike.
 
     Raises:
         HyperParallelError: If any rank could not write, naming the first such rank and its reason. `path` is as it was.
@@ -50,6 +52,8 @@ def save_checkpoint(
     if failure is None:
         options = StateDictOptions(ignore_frozen_params=ignore_frozen)
         model_state, optimizer_state = get_state_dict(model, optimizers, options=options)
+        if rename is not None:
+            model_state, optimizer_state = _renamed(model_state, optimizer_state, rename)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "extra": dict(extra or {})}
         try:
             dcp.save(state, checkpoint_id=str(partial))
@@ -73,6 +77,7 @@ def load_checkpoint(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     strict: bool = True,
     ignore_frozen: bool = False,
+    rename: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint directory in place. Every rank of the default group must call.
 
@@ -82,6 +87,7 @@ def load_checkpoint(
         optimizers: The optimizer or optimizers to fill; give none to load weights only.
         strict: Whether the model's parameter names must be exactly those of the checkpoint.
         ignore_frozen: Leave parameters that do not require a gradient as they are.
+        rename: As for `save_checkpoint`.
 
     Returns:
         The `extra` values of the checkpoint.
@@ -93,23 +99,50 @@ def load_checkpoint(
         raise ConfigurationError(
             f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save"
         )
-    model_state, optimizer_state = get_state_dict(
-        model, optimizers, options=StateDictOptions(ignore_frozen_params=ignore_frozen)
-    )
+    states: Any = get_state_dict(model, optimizers, options=StateDictOptions(ignore_frozen_params=ignore_frozen))
+    model_state, optimizer_state = states
+    own = [list(group["params"]) for group in optimizer_state.get("param_groups", [])]
+    back = {}
+    if rename is not None:
+        back = {rename(name): name for name in _parameter_names(model_state, optimizer_state)}
+        model_state, optimizer_state = _renamed(model_state, optimizer_state, rename)
     extra = _stored_extra(path)
     state: dict[str, Any] = {"model": model_state, "extra": extra}
     if optimizers:
         state["optimizer"] = optimizer_state
     dcp.load(state, checkpoint_id=str(path))
+    model_state, optimizer_state = state["model"], state.get("optimizer", {})
+    if rename is not None:
+        model_state, optimizer_state = _renamed(model_state, optimizer_state, lambda name: back.get(name, name))
+        for group, names in zip(optimizer_state.get("param_groups", []), own):
+            group["params"] = names  # the file has those of the rank that wrote it
     set_state_dict(
         model,
         optimizers,
-        model_state_dict=state["model"],
-        optim_state_dict=state.get("optimizer", {}),
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
         # DCP has found every key that it was asked for; those of frozen parameters were not asked for.
         options=StateDictOptions(strict=strict and not ignore_frozen, ignore_frozen_params=ignore_frozen),
     )
     return dict(state["extra"])
+
+
+def _parameter_names(model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> set[str]:
+    groups = optimizer_state.get("param_groups", [])
+    return {*model_state, *optimizer_state.get("state", {}), *(name for group in groups for name in group["params"])}
+
+
+def _renamed(
+    model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], rename: Callable[[str], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both state dicts with other names of parameters; values are shared."""
+    renamed = dict(optimizer_state)
+    if "state" in renamed:
+        renamed["state"] = {rename(name): value for name, value in renamed["state"].items()}
+        renamed["param_groups"] = [
+            {**group, "params": [rename(name) for name in group["params"]]} for group in renamed["param_groups"]
+        ]
+    return {rename(name): value for name, value in model_state.items()}, renamed
 
 
 def _stored_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
