@@ -23,6 +23,13 @@ from hp_plugin.megatron.checkpoints.slices import stand_in
 _DEFAULT_BUCKET = 40_000_000  # elements, or a million per data-parallel rank, whichever is more: Megatron's own rule
 
 
+_RESHARDABLE_BY = {
+    "dp_reshardable": "--dist-ckpt-optim-fully-reshardable",
+    "dp_zero_gather_scatter": "--ckpt-fully-parallel-save",
+}
+"""By format: stock's flag for one that fits every cut of the model."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one parameter lies.
@@ -53,15 +60,19 @@ class Saver:
     grad_reduce_in_fp32: bool
 
     @classmethod
-    def of(cls, args: Any) -> Saver:
+    def of(cls, args: Any, name: str) -> Saver:
         """Read off the argument namespace that a checkpoint has.
+
+        Args:
+            args: The namespace.
+            name: Of the format that is read.
 
         Raises:
             UnsupportedError: It is missing, or the model was cut in another way than that of this job.
         """
         if args is None:
-            raise UnsupportedError(_no_arguments())
-        _check_model_parallel(args)
+            raise UnsupportedError(_no_arguments(name))
+        _check_model_parallel(args, name)
         if not getattr(args, "overlap_grad_reduce", False):
             return cls(None, None, bool(args.accumulate_allreduce_grads_in_fp32))
         ranks = args.data_parallel_size * getattr(args, "context_parallel_size", 1)
@@ -85,7 +96,7 @@ def places(chunks: Sequence[Any], saver: Saver, *, of_experts: bool) -> dict[int
             for parameter in chunk.module.parameters()
             if parameter.requires_grad
         }
-        for key, layout in _layouts(list(standing), _bucket_size(saver, chunks, number), saver).items():
+        for key, layout in _layouts(list(standing), bucket_size(saver, chunks, number), saver).items():
             if key.is_expert_parallel != of_experts:
                 continue
             prefix = f"gbuf_idx_{buffer}.dtype_{(key.param_dtype, key.grad_dtype)}.bucket_idx_"
@@ -110,8 +121,13 @@ def _layouts(parameters: list[torch.nn.Parameter], bucket_size: int | None, save
     return layouts
 
 
-def _bucket_size(saver: Saver, chunks: Sequence[Any], number: int) -> int | None:
-    """Stock's rule: only the first chunk of the first stage has several buckets."""
+def is_of_experts(owner: Any) -> bool:
+    """Whether an optimizer has the parameters of experts under expert parallelism."""
+    return any(not getattr(parameter, "allreduce", True) for parameter in owner.parameters)
+
+
+def bucket_size(saver: Saver, chunks: Sequence[Any], number: int) -> int | None:
+    """Elements per bucket in the chunk `number`, by stock's rule: only the first of the first stage has several."""
     if number or saver.bucket_size is None or parallel_state.get_pipeline_model_parallel_rank() > 0:
         return None
     if saver.buckets is None:
@@ -120,7 +136,7 @@ def _bucket_size(saver: Saver, chunks: Sequence[Any], number: int) -> int | None
     return elements // saver.buckets
 
 
-def _check_model_parallel(args: Any) -> None:
+def _check_model_parallel(args: Any, name: str) -> None:
     def size(name: str) -> int:
         return getattr(args, name, None) or 1
 
@@ -133,16 +149,16 @@ def _check_model_parallel(args: Any) -> None:
     changed = [f"{name} {size(name)} (now {now})" for name, now in here.items() if size(name) != now]
     if changed:
         raise UnsupportedError(
-            "the optimizer state of this checkpoint is in the distributed optimizer's format dp_reshardable, whose "
-            f"buckets fit one cut of the model only: it was saved with {', '.join(changed)}. Load it with the same "
-            "sizes first and save again, save it in stock Megatron with --dist-ckpt-optim-fully-reshardable, or load "
-            "weights alone with --no-load-optim."
+            f"the optimizer state of this checkpoint is in the distributed optimizer's format {name}, whose buckets "
+            f"fit one cut of the model only: it was saved with {', '.join(changed)}. Load it with the same sizes first "
+            f"and save again, save it in stock Megatron with {_RESHARDABLE_BY[name]}, or load weights alone with "
+            "--no-load-optim."
         )
 
 
-def _no_arguments() -> str:
+def _no_arguments(name: str) -> str:
     return (
-        "the checkpoint has an optimizer state in the distributed optimizer's format dp_reshardable, but not the "
-        "arguments of the job that saved it, without which its buckets cannot be read; save it with "
-        "--dist-ckpt-optim-fully-reshardable, or load it with --no-load-optim."
+        f"the checkpoint has an optimizer state in the distributed optimizer's format {name}, but not the arguments of "
+        f"the job that saved it, without which its buckets cannot be read; save it with {_RESHARDABLE_BY[name]}, or "
+        "load it with --no-load-optim."
     )

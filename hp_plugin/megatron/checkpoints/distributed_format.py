@@ -6,7 +6,10 @@ laid out like the weight. It is read for any layout, and written for jobs that h
 `dp_reshardable` has flat buckets (see `bucket_space`). It is read only, by jobs with the model-parallel sizes of the
 one that saved. A rank reads the runs of elements that its rows are, wherever they lie.
 
-Both keep Adam's step in the parameter groups, and the fp32 weights as `param`, in fp32 jobs too.
+`fully_sharded_model_space` (see `model_space`) and `dp_zero_gather_scatter` (see `gathered_space`) are those of
+Megatron 0.12. The first is read in every layout by every release, and written under 0.12.
+
+All keep Adam's step in the parameter groups, and the fp32 weights in fp32 jobs too.
 """
 
 from __future__ import annotations
@@ -20,15 +23,24 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.errors import UnsupportedError
-from hp_plugin.megatron.checkpoints.bucket_space import Place, Saver, places
+from hp_plugin.megatron.checkpoints import gathered_space, model_space
+from hp_plugin.megatron.checkpoints.bucket_space import Place, Saver, is_of_experts, places
+from hp_plugin.megatron.checkpoints.gathered_space import GATHERED
+from hp_plugin.megatron.checkpoints.model_space import MASTER, MODEL_SPACE
 from hp_plugin.megatron.checkpoints.model_state import Source
+from hp_plugin.megatron.checkpoints.opened import OPENED, SAVER, SHARDING_TYPE
 from hp_plugin.megatron.checkpoints.slices import HeldRows, cut
+from hp_plugin.megatron.releases.differences import takes_irregular_grids
 
-SHARDING_TYPE = "distrib_optim_sharding_type"
-"""In the metadata of a checkpoint: the distributed optimizer's format; absent where another optimizer saved."""
-
-SAVER = "hyperfsdp_saver"
-"""In the metadata while loading: the arguments of the job that saved."""
+__all__ = [
+    "SAVER",
+    "SHARDING_TYPE",
+    "as_plain",
+    "describe_for_loading",
+    "describe_for_saving",
+    "format_of",
+    "is_distributed",
+]
 
 _STATES = "hyperfsdp_param_state"
 # Not `param_state`: of that the part of a checkpoint that every rank reads may hold empty containers, by other names.
@@ -45,48 +57,37 @@ def format_of(metadata: dict[str, Any] | None) -> str | None:
         UnsupportedError: A format that is neither read nor written.
     """
     name = (metadata or {}).get(SHARDING_TYPE)
-    if name in (None, _RESHARDABLE, _BUCKETS):
+    known = (_RESHARDABLE, _BUCKETS, MODEL_SPACE, GATHERED)
+    if name is None or name in known:
         return name
     raise UnsupportedError(
-        f"the optimizer state is in the distributed optimizer's format {name}; {_RESHARDABLE} and {_BUCKETS} can be "
-        "read. Load it in the Megatron that wrote it and save it with --dist-ckpt-optim-fully-reshardable, or load "
-        "weights alone with --no-load-optim."
+        f"the optimizer state is in the distributed optimizer's format {name}; {', '.join(known)} can be read. Load it "
+        "in the Megatron that wrote it and save it in one of them (--dist-ckpt-optim-fully-reshardable, or "
+        "--ckpt-fully-parallel-save in 0.12), or load weights alone with --no-load-optim."
     )
-
-
-def tell_who_saved(original: Any) -> Any:
-    """Megatron's `load_content_metadata`, with the arguments of the job that saved among the metadata."""
-
-    def load_content_metadata(
-        checkpoint_dir: Any = None, *, preloaded_state_dict: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
-        metadata: dict[str, Any] | None = original(checkpoint_dir, preloaded_state_dict=preloaded_state_dict)
-        if metadata is not None and preloaded_state_dict is not None:
-            metadata = {**metadata, SAVER: preloaded_state_dict.get("args")}
-        return metadata
-
-    return load_content_metadata
 
 
 # ------------------------------------------------------------------------------------------------ saving
 
 
 def describe_for_saving(owner: Any, of: list[Source], name: str, inner: dict[str, Any]) -> dict[str, Any]:
-    """The state of `owner`, a `ShardOptimizer`, as `fully_reshardable`.
+    """The state of `owner`, a `ShardOptimizer`, as `fully_reshardable`, or in Megatron 0.12 as its model space.
 
     Args:
         owner: The optimizer.
         of: Where each of its parameters is in the model's state dict.
         name: The format that is asked for.
         inner: What `optimizer_state` describes for jobs without the distributed optimizer: `state` and
-            `param_groups`. In fp32 it is added, so that stock without the flag can read the checkpoint too.
+            `param_groups`. In fp32 it is added to `fully_reshardable`, so that stock without the flag can read the
+            checkpoint too.
 
     Raises:
         UnsupportedError: Another format.
     """
-    if name != _RESHARDABLE:
+    possible = _RESHARDABLE if takes_irregular_grids() else MODEL_SPACE
+    if name != possible:
         raise UnsupportedError(
-            f"HyperFSDP has no buckets to save as {name}; ask for {SHARDING_TYPE} {_RESHARDABLE} in the metadata."
+            f"HyperFSDP cannot save as {name} in this release of Megatron; ask for {SHARDING_TYPE} {possible}."
         )
     step = inner["state"].get("common_step")
     groups = [
@@ -96,16 +97,19 @@ def describe_for_saving(owner: Any, of: list[Source], name: str, inner: dict[str
     states: dict[int, dict[str, Any]] = {}
     for index, source in enumerate(of):
         shard = local_tensor(owner.parameters[index]).detach()
-        weight = cut(source.template, source.held, shard, prefix=f"optimizer.state.{_WEIGHT}")
-        states[index] = {_WEIGHT: weight, **inner["state"].get(index, {})}
+        if name == MODEL_SPACE:
+            states[index] = _ranges(source, {MASTER: shard, **_states(owner, source.held, index)})
+        else:
+            weight = cut(source.template, source.held, shard, prefix=f"optimizer.state.{_WEIGHT}")
+            states[index] = {_WEIGHT: weight, **inner["state"].get(index, {})}
     result: dict[str, Any] = {
         "optimizer": {"param_groups": groups},
         "param_state": states,
-        "param_state_sharding_type": _RESHARDABLE,
+        "param_state_sharding_type": name,
     }
     if owner.grad_scaler is not None:
         result["grad_scaler"] = owner.grad_scaler.state_dict()
-    if not (owner.config.bf16 or owner.config.fp16):
+    if name == _RESHARDABLE and not (owner.config.bf16 or owner.config.fp16):
         common = {name: value for name, value in inner["state"].items() if name == "common_step"}
         result.update(state=common, param_groups=inner["param_groups"])
     return result
@@ -122,24 +126,27 @@ def describe_for_loading(owner: Any, of: list[Source], name: str, metadata: dict
     """What `owner`, whose states exist, reads of a checkpoint in the format `name`.
 
     Raises:
-        UnsupportedError: A checkpoint in buckets that do not fit this job.
+        UnsupportedError: A checkpoint in buckets that do not fit this job, or that nobody has opened.
     """
     if name == _RESHARDABLE:
         return {_STATES: {index: _whole_rows(owner, of, index) for index in range(len(of))}}
+    if name == MODEL_SPACE:
+        return {_STATES: {index: _from_model_space(owner, of, index, metadata) for index in range(len(of))}}
     saver = metadata.get(SAVER)
-    where = places(owner.model_chunks, Saver.of(saver), of_experts=_of_experts(owner))
     prefix = f"optimizer.distributed.dp_group_idx_{dist.get_rank(owner.get_grad_stats_parallel_group())}"
 
     def common(part: str) -> ShardedObject:
         return ShardedObject(f"{prefix}.{part}", None, (1,), (0,), replica_id=(0, 0, _mesh_rank(owner)))
 
-    result: dict[str, Any] = {
-        "optimizer": common("optimizer"),
-        _STATES: {
+    result: dict[str, Any] = {"optimizer": common("optimizer")}
+    if name == GATHERED:
+        result.update(gathered_space.describe(owner, saver, prefix))
+    else:
+        where = places(owner.model_chunks, Saver.of(saver, _BUCKETS), of_experts=is_of_experts(owner))
+        result[_STATES] = {
             index: _runs(owner, of[index].held, index, where[id(owner.parameters[index])], prefix)
             for index in range(len(of))
-        },
-    }
+        }
     if owner.grad_scaler is not None and getattr(saver, "fp16", False):
         result["grad_scaler"] = common("grad_scaler")
     return result
@@ -147,16 +154,20 @@ def describe_for_loading(owner: Any, of: list[Source], name: str, metadata: dict
 
 def is_distributed(state_dict: dict[str, Any]) -> bool:
     """Whether a loaded state was described by :func:`describe_for_loading`."""
-    return _STATES in state_dict
+    return _STATES in state_dict or gathered_space.PLACES in state_dict
 
 
-def as_plain(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state as that of a job without sharding (`state`, `param_groups`), and its fp32 weights (`masters`)."""
+def as_plain(owner: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A loaded state as that of a job without sharding (`state`, `param_groups`), and its fp32 weights (`masters`).
+
+    Every rank of the data-parallel mesh must call: one of the formats is read by one rank and broadcast.
+    """
     groups = [{**group, "params": []} for group in state_dict["optimizer"]["param_groups"]]
     steps = [group["step"] for group in groups if group.get("step") is not None]
     state: dict[Any, Any] = {"common_step": torch.tensor(float(max(steps)))} if steps else {}
     masters: dict[int, torch.Tensor] = {}
-    for index, values in state_dict[_STATES].items():
+    loaded = state_dict[_STATES] if _STATES in state_dict else _scattered(owner, state_dict)
+    for index, values in loaded.items():
         joined = {name: _joined(value) for name, value in values.items()}
         if _WEIGHT in joined:
             masters[index] = joined.pop(_WEIGHT)
@@ -172,16 +183,60 @@ def _joined(value: Any) -> torch.Tensor:
 
 def _targets(owner: Any, held: HeldRows, index: int) -> dict[str, torch.Tensor]:
     """The tensors to read for one parameter, by name here: states, and in 16-bit jobs the fp32 weight."""
-    values = owner.optimizer.state[owner.masters[index]]
-    found = {
-        name: local_tensor(value)
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor) and tuple(local_tensor(value).shape) == held.local_shape
-    }
+    found = _states(owner, held, index)
     if owner.config.bf16 or owner.config.fp16:
         # Not the shard itself: the model's rounded weights are written there before masters are taken over.
         found[_WEIGHT] = torch.empty_like(local_tensor(owner.parameters[index]).detach())
     return found
+
+
+def _states(owner: Any, held: HeldRows, index: int) -> dict[str, torch.Tensor]:
+    """The states of one parameter that have an element for each of its own."""
+    values = owner.optimizer.state.get(owner.masters[index]) or {}
+    return {
+        name: local_tensor(value)
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and tuple(local_tensor(value).shape) == held.local_shape
+    }
+
+
+def _ranges(source: Source, values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: model_space.ranges(
+            source.template, source.held, value.detach(), key=f"optimizer.state.{name}.{source.template.key}"
+        )
+        for name, value in values.items()
+    }
+
+
+def _from_model_space(owner: Any, of: list[Source], index: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    opened = metadata.get(OPENED)
+    if opened is None:
+        raise UnsupportedError(
+            f"the optimizer state is in the distributed optimizer's format {MODEL_SPACE}, which is read by what the "
+            "checkpoint says of its tensors; read its common part first, by Megatron's load_common_state_dict."
+        )
+    chain = "" if metadata.get("chained_optim_avoid_prefix") else owner.chain_prefix
+    template, held = of[index].template, of[index].held
+    return {
+        name: model_space.entry(
+            opened,
+            template,
+            held,
+            value,
+            name=MASTER if name == _WEIGHT else _NAMES.get(name, name),
+            chain=chain,
+        )
+        for name, value in _targets(owner, held, index).items()
+    }
+
+
+def _scattered(owner: Any, state_dict: dict[str, Any]) -> dict[int, dict[str, torch.Tensor]]:
+    held = [HeldRows.of(parameter) for parameter in owner.parameters]
+    targets = [_targets(owner, rows, index) for index, rows in enumerate(held)]
+    renamed = [{_NAMES.get(name, name): value for name, value in each.items()} for each in targets]
+    gathered_space.scatter(owner, state_dict, held, renamed)
+    return dict(enumerate(targets))
 
 
 def _whole_rows(owner: Any, of: list[Source], index: int) -> dict[str, Any]:
@@ -229,7 +284,3 @@ def _mesh_rank(owner: Any) -> int:
     for size, index in zip(owner.mesh.shape, owner.mesh.get_coordinate()):
         rank = rank * size + index
     return rank
-
-
-def _of_experts(owner: Any) -> bool:
-    return any(not getattr(parameter, "allreduce", True) for parameter in owner.parameters)

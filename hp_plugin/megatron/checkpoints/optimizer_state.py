@@ -70,7 +70,9 @@ def sharded_state_dict(
 
 @torch.no_grad()
 def load_state_dict(owner: Any, state_dict: dict[str, Any]) -> None:
-    """Take over a loaded state, in the form of :func:`sharded_state_dict`. No communication.
+    """Take over a loaded state, in the form of :func:`sharded_state_dict`. Every rank must call.
+
+    Communicates only where one rank has read for all (`gathered_space`).
 
     Raises:
         KeyError: The state of a parameter is missing.
@@ -79,7 +81,7 @@ def load_state_dict(owner: Any, state_dict: dict[str, Any]) -> None:
         return
     inner = state_dict
     if distributed_format.is_distributed(state_dict):
-        inner = distributed_format.as_plain(state_dict)
+        inner = distributed_format.as_plain(owner, state_dict)
         if owner.grad_scaler is not None and "grad_scaler" in state_dict:
             owner.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         for index, value in inner["masters"].items():

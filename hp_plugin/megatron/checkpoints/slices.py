@@ -180,6 +180,24 @@ def cut(template: Template, held: HeldRows, local: torch.Tensor, *, prefix: str 
     return ShardedTensorFactory(key, local, _builder(template, held), _merger(order, held.local_shape), replica_id)
 
 
+def boxes(template: Template, held: HeldRows, local: torch.Tensor) -> list[ShardedTensor]:
+    """The rows `held` as boxes of global tensors, their axes in front of the rows explicit; data are views of `local`.
+
+    Only where grids may be irregular. Arguments and errors as of :func:`cut`.
+    """
+    replica_id = replica_id_of(template, held)
+    return [
+        _cut_part(part, piece, local, replica_id)
+        for part, rows in _build(template, template.key, held, local.dtype)
+        for piece in _pieces(rows, held, template.key)
+    ]
+
+
+def replica_id_of(template: Template, held: HeldRows) -> tuple[int, ...]:
+    """Megatron's replica id of the whole parameter, for the rows that this rank holds."""
+    return _replica_id(template.replica_id, held.replica)
+
+
 def assemble(loaded: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """`loaded`, as a checkpoint delivers it, in the local shape: axes of size 1 that :func:`cut` put in front go away.
 

@@ -27,8 +27,9 @@ class ChainedShardOptimizer(ChainedOptimizer):
         super().__init__(parts)
         self.parts = parts
         self.grad_scaler = parts[0].grad_scaler
-        for part in parts:
+        for number, part in enumerate(parts):
             part.grad_scaler = self.grad_scaler
+            part.chain_prefix = f"chained_{number}." if len(parts) > 1 else ""
         self.grad_norms_by_group: dict[str, float] = {}
         self.separate_norms = sorted({name for part in parts for name in part.separate_norms})
 

@@ -22,6 +22,7 @@ from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.optim import HyperAdamW
 from hp_plugin.errors import UnsupportedError
 from hp_plugin.megatron.checkpoints import optimizer_parts, optimizer_state
+from hp_plugin.megatron.checkpoints.opened import SHARDING_TYPE, forget_opened, with_opened
 from hp_plugin.megatron.fsdp.grad_stats import counted_once, squared_norms, sum_over_model, zero_counts
 from hp_plugin.megatron.muon.saved_state import refuse_muon
 from hp_plugin.megatron.releases.differences import decouples_weight_decay
@@ -59,6 +60,7 @@ class ShardOptimizer(MegatronOptimizer):
     ) -> None:
         super().__init__(optimizer, config)
         self.is_stub_optimizer = optimizer is None
+        self.chain_prefix = ""  # what Megatron puts before the keys of this optimizer's state, as one of several
         self.model_chunks = model_chunks
         self.parameters = parameters
         self.masters = masters
@@ -231,11 +233,21 @@ class ShardOptimizer(MegatronOptimizer):
         return {"optimizer": state, "grad_scaler": self.grad_scaler.state_dict()}
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+        sharding_type: str | None = None,
     ) -> dict[str, Any]:
-        """The state cut to this rank's rows, in the format of Megatron's own optimizer that `metadata` names."""
+        """The state cut to this rank's rows, in the format of Megatron's own optimizer that `metadata` names.
+
+        Megatron 0.12 names the distributed optimizer's as `sharding_type` when it saves.
+        """
         if is_loading:
+            metadata = with_opened(metadata)
             refuse_muon(metadata)
+        elif sharding_type is not None:
+            metadata = {**(metadata or {}), SHARDING_TYPE: sharding_type}
         return optimizer_state.sharded_state_dict(
             self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata
         )
@@ -243,6 +255,7 @@ class ShardOptimizer(MegatronOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered for :meth:`sharded_state_dict`, whichever optimizer wrote it."""
         optimizer_state.load_state_dict(self, optimizer_parts.joined(state_dict))
+        forget_opened()
 
     def offload_to_cpu(self) -> None:
         """Refused: shards and their states stay on the device of the mesh."""

@@ -19,6 +19,7 @@ from hp_plugin.core.muon import HyperMuon
 from hp_plugin.megatron import reporting
 from hp_plugin.megatron.arguments.muon_flags import HyperMuonOptions
 from hp_plugin.megatron.checkpoints import optimizer_parts, optimizer_state
+from hp_plugin.megatron.checkpoints.opened import with_opened
 from hp_plugin.megatron.fsdp.chained_shards import ChainedShardOptimizer
 from hp_plugin.megatron.fsdp.shard_optimizer import ShardOptimizer, grad_scaler_of, mesh_of
 from hp_plugin.megatron.muon import saved_state
@@ -33,10 +34,15 @@ class MuonShardOptimizer(ShardOptimizer):
     muon_options: HyperMuonOptions
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+        sharding_type: str | None = None,
     ) -> dict[str, Any]:
         """As of `ShardOptimizer`; `momentum_buffer` of Muon's parameters beside the moments of AdamW's."""
         assert isinstance(self.optimizer, HyperMuon)
+        metadata = with_opened(metadata) if is_loading else metadata
         with saved_state.whole_momentum(self.optimizer, is_loading=is_loading):
             described = optimizer_state.sharded_state_dict(
                 self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata
@@ -65,6 +71,7 @@ class MuonFP32Optimizer(FP32Optimizer):
     ) -> dict[str, Any]:
         """As stock's."""
         if is_loading:
+            metadata = with_opened(metadata)
             saved_state.refuse_flat_states(metadata)
         with saved_state.whole_momentum(self.optimizer, is_loading=is_loading):
             described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)
@@ -87,6 +94,7 @@ class MuonFloat16Optimizer(Float16OptimizerWithFloat16Params):
     ) -> dict[str, Any]:
         """As stock's."""
         if is_loading:
+            metadata = with_opened(metadata)
             saved_state.refuse_flat_states(metadata)
         with saved_state.whole_momentum(self.optimizer, is_loading=is_loading):
             described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)

@@ -25,6 +25,7 @@ from hp_plugin.errors import ConfigurationError, UnsupportedError
 from hp_plugin.megatron import reporting
 from hp_plugin.megatron.checkpoints import distributed_format
 from hp_plugin.megatron.checkpoints.distributed_format import SAVER, format_of
+from hp_plugin.megatron.checkpoints.opened import forget_opened
 
 Origin = Literal["muon", "adam"]
 
@@ -167,6 +168,7 @@ def load_inner(owner: Any, inner: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def finish_loading(owner: Any) -> None:
     """After the state has been read: the momentum of a job that starts from Adam, and what is said of it."""
+    forget_opened()
     if getattr(owner, "starts_from", "muon") != "adam":
         return
     matrices = [p for g in owner.optimizer.param_groups if g["algorithm"] == "muon" for p in g["params"]]

@@ -84,15 +84,14 @@ def _optimizer(*more: str) -> Target:
     )
 
 
-_METADATA = Target(
+_OPENED = Target(
     "megatron.core.dist_checkpointing",
-    "load_content_metadata",
-    ("checkpoint_dir", "preloaded_state_dict"),
-    f"{_HERE}.checkpoints.distributed_format:tell_who_saved",
-    "tells the optimizer which job saved a checkpoint",
+    "load_common_state_dict",
+    ("checkpoint_dir",),
+    f"{_HERE}.checkpoints.opened:note_opened",
+    "tells the optimizer which checkpoint is read",
     "optimizer",
 )
-"""From 0.13 on, where checkpoints have metadata."""
 
 _COPIED_PARSE_ARGS = (_parse_args("megatron.training.arguments"), _parse_args("megatron.training.initialize"))
 
@@ -136,7 +135,7 @@ _WITH_PROVIDER = (
     *_COPIED_PARSE_ARGS,
     _ddp(_TRAINING, "DDP", _OF_A_PROVIDER, "pg_collection"),
     _optimizer("config_overrides"),
-    _METADATA,
+    _OPENED,
     *_IN_EVERY_LOOP,
 )
 _WITH_BUILDER = (
@@ -144,7 +143,7 @@ _WITH_BUILDER = (
     _ddp("megatron.training.models.dist_utils", "DistributedDataParallel", _OF_A_BUILDER, "pg_collection"),
     _ddp(_TRAINING, "DDP", _OF_A_PROVIDER, "pg_collection"),
     _optimizer("config_overrides", "pg_collection"),
-    _METADATA,
+    _OPENED,
     *_IN_EVERY_LOOP,
 )
 
@@ -153,6 +152,7 @@ TABLES: dict[tuple[int, int], tuple[Target, ...]] = {
         *_COPIED_PARSE_ARGS,
         _ddp(_TRAINING, "DDP", _OF_A_PROVIDER),
         _optimizer("no_weight_decay_cond", "scale_lr_cond", "lr_mult"),
+        _OPENED,
         *_IN_EVERY_LOOP,
     ),
     (0, 16): _WITH_PROVIDER,
