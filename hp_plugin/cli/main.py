@@ -106,3 +106,37 @@ def _check_deepspeed(file: str, *, as_json: bool, fix: bool) -> NoReturn:
     else:
         check_deepspeed.render(report)
     raise typer.Exit(0 if report.usable else 1)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="The folder of one save, or one with a file that names the latest.")],
+    destination: Annotated[str, typer.Argument(help="A folder for what is written.")],
+    to: Annotated[str, typer.Option("--to", help="hyperfsdp, universal or safetensors.")],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of weights in safetensors: float32, bfloat16 or float16.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file of safetensors.")] = "5GB",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read back what was written; compare names, counts and checksums.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Convert a checkpoint of DeepSpeed (ZeRO, universal), HyperFSDP, Megatron (torch_dist) or safetensors.
+
+    The format of the source is detected. Runs in one process, without a job, in the memory of about one parameter, and
+    needs neither DeepSpeed nor Megatron. Files of torch.save are pickles: convert checkpoints of your own only. Exits
+    with 0 if all was written (and is what was read, with --verify), else with 1.
+    """
+    from hp_plugin.cli import convert as converting
+    from hp_plugin.errors import HyperParallelError
+
+    try:
+        report = converting.run(source, destination, to=to, dtype=dtype, max_shard_size=max_shard_size, verify=verify)
+    except HyperParallelError as error:
+        typer.echo(f"hp-plugin: error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        converting.render(report)

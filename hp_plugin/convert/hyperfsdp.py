@@ -6,9 +6,11 @@ A DeepSpeed job keeps it as `<tag>/hyperfsdp`, with counters, scheduler and clie
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ class Reader(dcp.FileSystemReader):
 
         def read() -> torch.Tensor:
             found = {key: torch.empty(shape, dtype=dtype)}
-            dcp.load(found, storage_reader=self, no_dist=True)
+            with _alone():
+                dcp.load(found, storage_reader=self, no_dist=True)
             return found[key]
 
         return Stored(shape, dtype, read)
@@ -55,7 +58,8 @@ class Reader(dcp.FileSystemReader):
     def value(self, key: str) -> Any:
         """Anything that is no tensor."""
         found: dict[str, Any] = {key: None}
-        dcp.load(found, storage_reader=self, no_dist=True)
+        with _alone():
+            dcp.load(found, storage_reader=self, no_dist=True)
         return found[key]
 
     def is_tensor(self, key: str) -> bool:
@@ -122,16 +126,21 @@ def write(contents: Contents, folder: Path) -> None:
     lazy: dict[str, Stored] = {}
     state = _laid_out(contents, lazy)
     try:
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(str(partial), thread_count=1),
-            planner=_LazyPlanner(lazy),
-            no_dist=True,
-        )
+        writer = dcp.FileSystemWriter(str(partial), thread_count=1)
+        with _alone():
+            dcp.save(state, storage_writer=writer, planner=_LazyPlanner(lazy), no_dist=True)
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
         partial.rename(folder / FOLDER)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process reads or writes, which is what is meant: torch need not say so for every tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hp_plugin.convert import pickles
-from hp_plugin.convert.contents import Contents, Stored, number
+from hp_plugin.convert.contents import Contents, Stored, number, of_tensor
 from hp_plugin.convert.zero import COUNTERS, OWN_KEYS
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -100,6 +100,8 @@ def _add_rest(found: Contents, folder: Path, model: dict[str, Any]) -> None:
         found.groups = [{**group, "params": own} for group, own in zip(options, names)]
     found.tied = {a: n for a, n in dict(model.get("shared_params") or {}).items() if n in found.weights}
     found.optimizer = "adam" if found.state else None
+    module, buffers = model.get("module") or {}, model.get("buffer_names") or ()
+    found.buffers = {name: of_tensor(module[name]) for name in buffers if isinstance(module.get(name), torch.Tensor)}
     found.counters = {name: int(model[name]) for name in COUNTERS if name in model}
     found.scheduler = model.get("lr_scheduler")
     found.client = {key: value for key, value in model.items() if key not in OWN_KEYS}

@@ -125,11 +125,9 @@ def _fill_state(optimizer: Any, parameter: torch.Tensor, group: Mapping[str, Any
     state = optimizer.state[parameter]
     if "momentum_buffer" in state and group.get("algorithm") == "muon":
         state["momentum_buffer"].zero_()
-    elif state:
+    else:
         state.clear()
-    if not saved:
-        return
-    if group.get("algorithm") == "adamw" or isinstance(optimizer, HyperAdamW):
+    if group.get("algorithm") == "adamw" or (saved and isinstance(optimizer, HyperAdamW)):
         state.update(new_adamw_state(parameter, fused=bool(group.get("fused"))))
     for key, value in saved.items():
         tensor = value.read() if isinstance(value, Stored) else torch.as_tensor(value)

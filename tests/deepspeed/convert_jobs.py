@@ -34,6 +34,55 @@ def save_and_go_on(*, directory: str, engine: str, steps: int = STEPS, more: int
     return run
 
 
+def save_and_tell(*, directory: str, engine: str, **kind: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Train and save; weights and Adam's first moments at the save, by the engine's own account."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    built = build(engine, **kind)
+    train(built, Run(), 0, STEPS)
+    built.save_checkpoint(directory)
+    found = {"weight": weights(built)}
+    trained = [(n, p) for n, p in built.module.named_parameters() if p.requires_grad]
+    for key in ("exp_avg", "exp_avg_sq"):
+        found[key] = {n: safe_get_full_optimizer_state(p, key).detach().clone() for n, p in trained}
+    return found
+
+
+def muon_alone(*, saved: dict[str, dict[str, torch.Tensor]], momentum: str) -> Run:
+    """Plain torch in one process: HyperMuon goes on from weights and moments that are given."""
+    from hp_plugin import HyperMuon
+    from hp_plugin.core.muon import route
+
+    torch.set_num_threads(1)
+    model = build_model(tied=True)
+    model.blocks[0].norm.weight.requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved["weight"][name])
+    options = {**MUON, "ns_dtype": torch.float32}
+    optimizer = HyperMuon(route(model), **options)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            if group["algorithm"] == "muon":
+                optimizer.state[parameter] = {"momentum_buffer": saved[momentum][name].clone()}
+            else:
+                moments = {key: saved[key][name].clone() for key in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.tensor(float(STEPS)), **moments}
+    run = Run()
+    for step in range(STEPS, STEPS + MORE):
+        loss = model(batch(step, 0, 0))
+        loss.backward()
+        run.losses.append(loss.item())
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        run.rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return run
+
+
 def load_and_go_on(
     *, directory: str, engine: str, more: int = MORE, options: dict[str, Any] | None = None, **kind: Any
 ) -> tuple[Run, dict[str, Any]]:

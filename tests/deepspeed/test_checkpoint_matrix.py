@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hp_plugin.convert import convert
 from tests.deepspeed import convert_jobs
 from tests.deepspeed.convert_jobs import MORE, STEPS
 from tests.deepspeed.training import Run
@@ -67,3 +68,77 @@ def test_ours_goes_on_from_zero_3_on_another_number_of_ranks(tmp_path: Path) -> 
 @pytest.mark.parametrize("saver", ENGINES)
 def test_ours_goes_on_from_every_engine_on_every_number_of_ranks(tmp_path: Path, saver: str, ranks: int) -> None:
     check(tmp_path, saver, ranks, WORLDS)
+
+
+def go_back(directory: Path, stock: str, worlds: tuple[int, ...]) -> None:
+    # In stage 3 stock gives the options of the first parameter group to all, so there is one group.
+    kind = {"groups": stock != "zero3"}
+    saved = run(2, convert_jobs.save_and_go_on, directory=str(directory / "ours"), engine="ours", **kind)
+    convert(directory / "ours", directory / "universal", to="universal", verify=True)
+    for world in worlds:
+        loaded = run(
+            world,
+            convert_jobs.load_and_go_on,
+            directory=str(directory / "universal"),
+            engine=stock,
+            universal=True,
+            **kind,
+        )
+        for found, facts in loaded:
+            assert found.engine == "DeepSpeedEngine"
+            assert facts["steps"] == STEPS and facts["client"]["epoch"] == 7
+            assert_goes_on(found, saved[0])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stock", ["zero1", "zero2", "zero3"])
+def test_stock_goes_on_from_ours_through_the_universal_layout(tmp_path: Path, stock: str) -> None:
+    go_back(tmp_path, stock, WORLDS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("saver", ["zero2", "zero3"])
+@pytest.mark.parametrize("to", ["hyperfsdp", "universal"])
+def test_ours_goes_on_from_what_was_converted(tmp_path: Path, saver: str, to: str) -> None:
+    saved = run(3, convert_jobs.save_and_go_on, directory=str(tmp_path / "zero"), engine=saver, frozen=False)
+    report = convert(tmp_path / "zero", tmp_path / "new", to=to, verify=True)
+    assert report.source_format == f"ZeRO-{saver[-1]} of 3 ranks" and report.verified
+    options = {"tag": f"global_step{STEPS}"}
+    for found, facts in run(
+        2, convert_jobs.load_and_go_on, directory=str(tmp_path / "new"), engine="ours", frozen=False, options=options
+    ):
+        assert_loaded(facts)
+        assert_goes_on(found, saved[0])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("saver", "ranks"), [("zero2", 3), ("zero3", 2), ("ours", 2)])
+def test_hyper_muon_starts_from_the_state_of_adam(tmp_path: Path, saver: str, ranks: int) -> None:
+    told = run(2, convert_jobs.save_and_tell, directory=str(tmp_path), engine=saver)[0]
+    expected = run(1, convert_jobs.muon_alone, saved=told, momentum="exp_avg")[0]
+    assert expected.losses[-1] != pytest.approx(expected.losses[0])
+    loaded = run(ranks, convert_jobs.load_and_go_on, directory=str(tmp_path), engine="ours", optimizer="HyperMuon")
+    for found, facts in loaded:
+        matrix, vector = facts["state"]["blocks.1.up.weight"], facts["state"]["blocks.1.up.bias"]
+        assert matrix.keys() == {"momentum_buffer"}
+        assert matrix["momentum_buffer"] == pytest.approx(float(told["exp_avg"]["blocks.1.up.weight"].norm()))
+        assert vector["step"] == STEPS
+        assert vector["exp_avg_sq"] == pytest.approx(float(told["exp_avg_sq"]["blocks.1.up.bias"].norm()))
+        assert_goes_on(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("saver", ["zero1", "zero2", "zero3"])
+def test_hyper_muon_goes_on_with_the_momentum_of_deepspeeds_muon(tmp_path: Path, saver: str) -> None:
+    kind = {"tied": False, "frozen": False}
+    saved = run(2, convert_jobs.save_and_go_on, directory=str(tmp_path), engine=saver, optimizer="Muon", **kind)
+    found, facts = run(
+        3, convert_jobs.load_and_go_on, directory=str(tmp_path), engine="ours", optimizer="HyperMuon", **kind
+    )[0]
+    assert found.losses[0] == pytest.approx(saved[0].losses[0], rel=2e-6)
+    assert facts["state"]["blocks.1.up.weight"]["momentum_buffer"] > 0
+    assert facts["state"]["blocks.1.up.bias"]["step"] == STEPS
