@@ -50,7 +50,7 @@ def write(contents: Contents, folder: Path, *, max_bytes: int, dtype: torch.dtyp
             raise UnsupportedError(f"{name} has the dtype {stored.dtype}, which safetensors does not have.")
     folder.mkdir(parents=True, exist_ok=True)
     files = list(_divided(tensors, max_bytes))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _write_file({name: tensors[name] for name in names}, contents.tied, folder / file)

@@ -114,9 +114,9 @@ def _add_optimizer(found: Contents, folder: Path, files: list[Any], models: list
     states = [content.get("optimizer_state_dict") for content in files]
     if any(not isinstance(state, dict) for state in states):
         raise ConfigurationError(f"{folder} holds optimizer files that are not of ZeRO; there is no other reader.")
+    _check_count(folder, states, len(files))
     stage = 3 if "fp32_flat_groups" in states[0] else _stage(states[0])
     pieces = of_stage_3(states, models[0]) if stage == 3 else of_stages_1_and_2(states, models[0])
-    _check_count(folder, states, len(files))
     whole = {name: stored for name, stored in found.weights.items() if name not in pieces.shapes}
     found.format = f"ZeRO-{stage} of {len(files)} ranks"
     found.weights = {**{name: pieces.weight(name) for name in pieces.shapes}, **whole}

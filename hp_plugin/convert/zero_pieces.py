@@ -171,7 +171,7 @@ class _Optimizer:
     def __init__(self, base: Any, outer: dict[str, Any]) -> None:
         self._groups = [] if isinstance(base, list) else [dict(group) for group in base["param_groups"]]
         by_index = dict(enumerate(base)) if isinstance(base, list) else base["state"]
-        buffers = outer.get("single_partition_of_fp32_groups", outer.get("fp32_flat_groups"))
+        buffers = outer.get("single_partition_of_fp32_groups") or outer["fp32_flat_groups"]
         self.states: list[dict[str, Any]] = [dict(by_index.get(index, {})) for index in range(len(buffers))]
         if "base_optimizer_state_step" in outer:
             for state in self.states:
@@ -212,7 +212,7 @@ def _experts_of_a_rank(states: list[dict[str, Any]], group: int) -> int:
 
 
 def _refuse_unnamed(shapes: dict[str, tuple[int, ...]], found: Pieces) -> None:
-    absent = [name for name in shapes if name not in found.shapes and math.prod(shapes[name])]
+    absent = [name for name, shape in shapes.items() if name not in found.shapes and torch.Size(shape).numel()]
     if absent:
         raise ConfigurationError(
             f"{len(absent)} parameters are in no optimizer file ({', '.join(absent[:3])}, ...); the checkpoint is "

@@ -89,7 +89,7 @@ def fill_optimizer(engine: Any, contents: Contents) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             source = _find(engine, contents, names[id(parameter)], parameter)
-            saved = contents.state.get(source, {}) if source is not None else {}
+            saved: Mapping[str, Any] = contents.state.get(source, {}) if source is not None else {}
             if converts and source is not None:
                 saved = _converted(source, saved, group, contents, conversions)
             _fill_state(optimizer, parameter, group, saved)
