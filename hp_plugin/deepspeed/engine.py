@@ -71,6 +71,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         if model_parameters := keywords.get("model_parameters"):
             keywords["model_parameters"] = list(model_parameters)
         config.zero_optimization_stage, config.zero_enabled, config.zero_config.stage = 0, False, 0
+        config.zero_config.overlap_comm = False  # stage 0 with it is refused where the caller owns the boundary
         with precision.fp32_inside(config):
             super().__init__(args, model, *positional, **keywords)
         if self.compute_dtype == torch.float16 and self.basic_optimizer is not None:

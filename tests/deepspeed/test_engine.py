@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
+from hp_plugin.deepspeed import versions
 from tests.deepspeed import training
 from tests.deepspeed.training import Run
 from tests.support import run_ranks
@@ -110,3 +112,47 @@ def test_bf16_with_fp32_masters_follows_stock_zero3() -> None:
         assert relative(mine.losses, theirs.losses) < 1e-2
         assert relative(mine.norms, theirs.norms) < 2e-2
         assert all(weight.dtype.is_floating_point and weight.dtype.itemsize == 4 for weight in mine.weights.values())
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_autocast_in_bf16_follows_stock_zero3() -> None:
+    stock, ours = both(Job({**AUTOCAST, **CLIPPED, **ACCUMULATED}))
+    plain = run_ranks(2, training.train, config=training.base_config(**CLIPPED), flavour="deepspeed", timeout=240)
+    for theirs, mine, fp32 in zip(stock, ours, plain):
+        assert relative(mine.losses, theirs.losses) < 1e-2
+        assert relative(mine.norms, theirs.norms) < 2e-2
+        assert relative(mine.losses[:1], fp32.losses[:1]) > 1e-6  # autocast was on
+        for name, weight in mine.weights.items():
+            assert weight.dtype == torch.float32
+            expected = theirs.weights[name]
+            assert float((weight - expected).norm() / expected.norm()) < 2e-2, name
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    (versions.deepspeed_version() or "").startswith(("0.17", "0.18")), reason="the setting is new in DeepSpeed 0.19"
+)
+def test_the_caller_may_own_the_boundary() -> None:
+    config = training.base_config(**ACCUMULATED, **CLIPPED, scheduler=WARMUP, managed_gradient_accumulation=False)
+    options: dict[str, Any] = dict(flavour="deepspeed", timeout=240, style="unmanaged")
+    stock = run_ranks(2, training.train, config=training.stock(config), **options)
+    ours = run_ranks(2, training.train, config=config, **options)
+    managed = run_ranks(
+        2,
+        training.train,
+        config=training.base_config(**ACCUMULATED, **CLIPPED, scheduler=WARMUP),
+        flavour="deepspeed",
+        timeout=240,
+    )
+    for theirs, mine, same in zip(stock, ours, managed):
+        for other in (theirs, same):
+            assert relative(mine.losses, other.losses) < TOLERANCE
+            assert relative(mine.norms, other.norms) < TOLERANCE
+            assert mine.rates == other.rates
+            for name, expected in other.weights.items():
+                assert float((mine.weights[name] - expected).norm() / expected.norm()) < TOLERANCE, name

@@ -74,8 +74,8 @@ def train(*, config: dict[str, Any], style: str = "engine", steps: int = STEPS, 
     Args:
         config: for `deepspeed.initialize`.
         style: how backward is called: "engine", "direct" (`loss.backward()`), "no_sync" (all but the last micro-batch
-            inside it), "told" (as Accelerate: boundary set after forward, one `step()` per step), "coalesced" (all in
-            `coalesce_grad_reduction`).
+            inside it), "told" (as Accelerate: boundary set after forward, one `step()` per step), "unmanaged" (one
+            `step()` after all micro-batches, which is the boundary), "coalesced" (all in `coalesce_grad_reduction`).
         steps: of the optimizer.
         **build: see `initialize`.
     """
@@ -114,7 +114,7 @@ def one_micro_batch(engine: Any, run: Run, style: str, step: int, micro: int, *,
         if style == "told":
             engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         engine.backward(loss)
-    if style != "told" or is_last:
+    if style not in ("told", "unmanaged") or is_last:
         engine.step()
 
 
