@@ -112,7 +112,7 @@ def shard(
     settings: dict[str, Any] = {"mp_policy": policy, **options} if mixed else options
     number = settings.pop("reshard_after_forward", True)
     for layer in model.layers:
-        divides = number if experts.size(1) % int(number) == 0 else True
+        divides = number if experts.size(1) % (int(number) or 1) == 0 else True
         fully_shard(layer.experts[0], mesh=experts, reshard_after_forward=divides, **settings)
         fully_shard(layer, mesh=dense, reshard_after_forward=number, **settings)
     fully_shard(model, mesh=dense, **settings)
