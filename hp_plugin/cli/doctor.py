@@ -36,6 +36,8 @@ class Report:
         megatron: One sentence on the adapter for Megatron-LM.
         rebinding: Every name in Megatron that the adapter replaces, and its state.
         compatibility_layer: Every name that the CPU compatibility layer replaces, where HP_DEVICE=cpu asks for it.
+        deepspeed: One sentence on the adapter for DeepSpeed.
+        deepspeed_names: Every name in DeepSpeed that the adapter extends or replaces, and its state.
         problems: Sentences on what is installed and not usable. Empty: all is well.
     """
 
@@ -50,6 +52,8 @@ class Report:
     megatron: str = ""
     rebinding: list[dict[str, str]] = field(default_factory=list)
     compatibility_layer: list[dict[str, str]] = field(default_factory=list)
+    deepspeed: str = ""
+    deepspeed_names: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -77,6 +81,7 @@ def examine() -> Report:
         problems=problems,
     )
     _megatron(report)
+    _deepspeed(report)
     return report
 
 
@@ -188,6 +193,31 @@ def _megatron(report: Report) -> None:
     unfit = [f"{e['target']} {e['state']}" for e in report.rebinding if e["state"] not in ("original", "rebound")]
     report.problems.extend(unfit)
     report.megatron = f"megatron-core {version}, supported" if not unfit else f"megatron-core {version}, changed"
+
+
+def _deepspeed(report: Report) -> None:
+    version = report.packages["deepspeed"]
+    try:
+        # What DeepSpeed says while it is imported must not mix with a report in JSON.
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from hp_plugin.deepspeed import rebinding_table, versions
+
+            if version is None:
+                report.deepspeed = f"not installed (DeepSpeed {versions.supported_text()} is supported)"
+                return
+            report.deepspeed_names = rebinding_table()
+    except HyperParallelError as error:
+        report.deepspeed = str(error)
+        report.problems.append(str(error))
+        return
+    except ImportError as error:
+        report.deepspeed = f"DeepSpeed {version} is installed, but does not import: {error}"
+        report.problems.append(report.deepspeed)
+        return
+    unfit = [f"{e['target']} {e['state']}" for e in report.deepspeed_names if e["state"] != "fits"]
+    report.problems.extend(unfit)
+    report.deepspeed = f"DeepSpeed {version}, {'changed' if unfit else 'supported'}"
 
 
 def python_path() -> str:

@@ -29,6 +29,11 @@ def render(report: Report, *, console: Console | None = None) -> None:
     if report.compatibility_layer:
         lines = [f"{entry['name']} ({entry['area']})" for entry in report.compatibility_layer]
         _section(out, "names that the CPU compatibility layer replaces", lines)
+    _section(out, "DeepSpeed", [report.deepspeed])
+    if report.deepspeed_names:
+        out.print("\n[bold]names in DeepSpeed that hp_plugin.deepspeed extends or replaces[/]")
+        for entry in report.deepspeed_names:
+            out.print(f"  {entry['target']}: {entry['state']} ({entry['kind']}; {escape(entry['purpose'])})")
     if report.problems:
         out.print("\n[bold red]not usable:[/]")
         for problem in report.problems:

@@ -53,6 +53,23 @@ def test_an_unsupported_megatron_makes_it_fail_with_the_reason(monkeypatch: pyte
     assert "megatron-core 0.99.0" in result.stdout
 
 
+def test_the_text_names_what_is_extended_in_deepspeed() -> None:
+    pytest.importorskip("deepspeed")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "deepspeed.runtime.engine.DeepSpeedEngine.backward: fits (extended" in result.stdout
+    assert "deepspeed.utils.tensor_fragment.safe_get_full_grad: fits (replaced" in result.stdout
+
+
+def test_a_deepspeed_that_does_not_fit_makes_it_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pytest.importorskip("deepspeed.runtime.engine")
+    monkeypatch.setattr(engine.DeepSpeedEngine, "load_checkpoint", lambda self, directory: None)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "DeepSpeedEngine.load_checkpoint does not take load_dir" in problem
+
+
 def test_a_broken_native_library_makes_it_fail_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from hp_plugin.core.kernels import native
 
