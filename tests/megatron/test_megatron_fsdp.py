@@ -24,7 +24,8 @@ JOBS = (
     Job("dp4-supernodes-of-2", full=True),
     Job("dp4-shard-over-the-world", ours="--hyperfsdp-supernode-size 4", full=True),
     Job("tp2", "--tensor-model-parallel-size 2", full=True),
-    Job("three-micro-batches", "--global-batch-size 24", full=True),
+    # In its ninth norm Megatron-FSDP is 2.1e-6 from stock DDP, stock's distributed optimizer 1.5e-6, ours 1.1e-6.
+    Job("three-micro-batches", "--global-batch-size 24", norm_tolerance=5e-6, full=True),
     Job("clipping-bites", "--clip-grad 0.1", full=True),
 )
 
@@ -51,5 +52,7 @@ def test_hyperfsdp_trains_as_megatron_fsdp_does(job: Job, corpus: list[str]) -> 
     for rank, (expected, found) in enumerate(zip(theirs, ours, strict=True)):
         assert expected.losses
         assert_same_series(f"loss on rank {rank}", expected.losses, found.losses, job.tolerance)
-        assert_same_series(f"gradient norm on rank {rank}", expected.norms, found.norms, job.tolerance)
+        assert_same_series(
+            f"gradient norm on rank {rank}", expected.norms, found.norms, job.norm_tolerance or job.tolerance
+        )
         assert_same_weights(rank, expected.weights, found.weights, job)
