@@ -11,8 +11,8 @@ from hp_plugin.errors import ConfigurationError, UnsupportedError
 _LATEST = ("latest", universal.LATEST)
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _READERS = {
-    "hyperfsdp": (hyperfsdp.is_hyperfsdp, hyperfsdp.read),
     "torch_dist": (torch_dist.is_torch_dist, torch_dist.read),
+    "hyperfsdp": (hyperfsdp.is_hyperfsdp, hyperfsdp.read),
     "universal": (universal.is_universal, universal.read),
     "zero": (zero.is_zero, zero.read),
     "safetensors": (safetensors.is_safetensors, safetensors.read),

@@ -1,11 +1,12 @@
 """Weights of Megatron-LM's `torch_dist` checkpoints, of stock Megatron or of a job with HyperFSDP, by Megatron's names.
 
-The folder is in torch's distributed format with `common.pt` beside it. A key begins with `optimizer.` for optimizer
+The folder is in torch's distributed format, and a file `metadata.json` names it. A key begins with `optimizer.` for optimizer
 state; what is no tensor (random state, `_extra_state`) has no counterpart elsewhere. Megatron itself is not imported.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -20,7 +21,10 @@ _EXTRA = "_extra_state"
 
 def is_torch_dist(folder: Path) -> bool:
     """Whether a folder is one iteration's checkpoint of Megatron in this format."""
-    return (folder / "common.pt").is_file() and (folder / ".metadata").is_file()
+    description = folder / "metadata.json"
+    if not description.is_file() or not (folder / ".metadata").is_file():
+        return False
+    return json.loads(description.read_text(encoding="utf-8")).get("sharded_backend") == "torch_dist"
 
 
 def read(folder: Path) -> Contents:

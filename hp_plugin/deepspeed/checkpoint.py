@@ -92,9 +92,13 @@ def load(
         UnsupportedError: It is one of ZeRO that cannot be read.
     """
     if tag is None:
-        latest = Path(directory, LATEST)
-        if not latest.is_file():
-            reporting.say(f"{latest} does not exist, so nothing was loaded; give a tag to load a checkpoint by name")
+        names = (universal.LATEST, LATEST) if engine.load_universal_checkpoint() else (LATEST, universal.LATEST)
+        latest = next((path for name in names if (path := Path(directory, name)).is_file()), None)
+        if latest is None:
+            reporting.say(
+                f"{Path(directory, names[0])} does not exist, so nothing was loaded; give a tag to load a checkpoint "
+                "by name"
+            )
             return None, None
         tag = latest.read_text().strip()
     folder = Path(directory, str(tag))

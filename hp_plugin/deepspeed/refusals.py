@@ -106,9 +106,6 @@ REFUSALS = (
         "there is no loss scale under autocast",
         'use "dtype": "bfloat16"',
     ),
-    Refusal(
-        "checkpoint.load_universal", _on, "universal checkpoints are not read yet", "load a checkpoint of HyperFSDP"
-    ),
     Refusal("checkpoint.use_node_local_storage", _on, "all ranks read one checkpoint", "save to a shared file system"),
     Refusal("data_efficiency", _on, "random-LTD and curriculum sampling are not supported yet", "remove it"),
     Refusal("curriculum_learning", _on, "curriculum learning is not supported yet", "remove it"),

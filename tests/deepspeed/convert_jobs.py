@@ -95,7 +95,8 @@ def load_and_go_on(
         options: Of `load_checkpoint`.
         **kind: See `build`.
     """
-    built = build(engine, spoil=not kind.get("universal"), **kind)
+    # Stock takes no frozen weights and no buffers from the universal layout.
+    built = build(engine, spoil=engine == "ours" or not kind.get("universal"), **kind)
     path, client = built.load_checkpoint(directory, **(options or {}))
     facts = {"path": path, "client": client, "steps": built.global_steps, "samples": built.global_samples}
     facts["buffer"] = built.module.scale.clone()
@@ -128,7 +129,7 @@ def build(
         tied: The head has the embedding's weight.
         frozen: One norm is not trained.
         groups: Vectors in a group without weight decay.
-        universal: Load stock's engine from the universal layout.
+        universal: The configuration asks for the universal layout.
         supernode_size: Of ours.
         bf16: Train in it.
         zero: Further settings of ZeRO.
@@ -149,8 +150,8 @@ def build(
         config["zero_optimization"]["stage"] = int(engine[-1])
         if optimizer == "Muon" and engine == "zero3":
             config["zero_optimization"]["reduce_scatter"] = False
-        if universal:
-            config["checkpoint"] = {"load_universal": True}
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
     model = build_model(tied=tied)
     model.register_buffer("scale", torch.tensor([1.5, 2.0]))
     if frozen:

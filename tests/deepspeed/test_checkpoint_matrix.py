@@ -105,10 +105,8 @@ def test_ours_goes_on_from_what_was_converted(tmp_path: Path, saver: str, to: st
     saved = run(3, convert_jobs.save_and_go_on, directory=str(tmp_path / "zero"), engine=saver, frozen=False)
     report = convert(tmp_path / "zero", tmp_path / "new", to=to, verify=True)
     assert report.source_format == f"ZeRO-{saver[-1]} of 3 ranks" and report.verified
-    options = {"tag": f"global_step{STEPS}"}
-    for found, facts in run(
-        2, convert_jobs.load_and_go_on, directory=str(tmp_path / "new"), engine="ours", frozen=False, options=options
-    ):
+    place, asked = str(tmp_path / "new"), {"universal": to == "universal", "frozen": False}
+    for found, facts in run(2, convert_jobs.load_and_go_on, directory=place, engine="ours", **asked):
         assert_loaded(facts)
         assert_goes_on(found, saved[0])
 

@@ -1,0 +1,1 @@
+"""Tests of `hp_plugin.convert`."""
