@@ -18,9 +18,10 @@ from tests.support import run_ranks
 
 def test_json_is_one_object_with_what_was_found() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
-    assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["usable"] is True
+    # The wheels of the older releases of Megatron have no training loop, and the doctor says so.
+    assert report["usable"] is all("megatron.training" not in problem for problem in report["problems"])
+    assert result.exit_code == int(not report["usable"]), result.output
     assert report["version"] == hp_plugin.__version__
     assert torch.__version__.startswith(report["packages"]["torch"])
     assert "gloo" in report["backends"]
