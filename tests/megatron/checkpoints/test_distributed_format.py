@@ -6,13 +6,14 @@ The reference of a resumed job is the run that saved, which went on. Stock itsel
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.megatron import training
 from tests.megatron.cases import BF16_TOLERANCE
-from tests.megatron.checkpoints import stock_distributed
+from tests.megatron.checkpoints import older_release, stock_distributed
 from tests.megatron.checkpoints.jobs import (
     DISTRIBUTED,
     HALF,
@@ -117,6 +118,31 @@ def tolerance(shared: str) -> float:
 def test_stock_resumes_its_own_with_the_help_that_the_tests_give_it(jobs: SavedJobs) -> None:
     resumed = jobs.resumed("--swiglu", model_space(4), model_space(2), rank=stock_distributed.train)
     assert_continues(jobs.saved("--swiglu", model_space(4)), resumed, HALF, TOLERANCE)
+
+
+FROM_OLDER = [
+    pytest.param("--swiglu", 2, ours(4, 2), id="supernodes-of-2"),
+    pytest.param("--swiglu", 2, ours(4, 1, TP), id="tp2"),
+    pytest.param("--swiglu", 1, ours(4, 2, f"{TP} {PP}"), id="tp2-pp2"),
+    pytest.param(GQA, 2, ours(2, 2), id="gqa-dp2"),
+    pytest.param("--bf16", 2, ours(4, 4), id="bf16"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("shared", "tensor_parallel", "loader"), FROM_OLDER)
+def test_a_job_goes_on_from_the_model_space_of_megatron_0_12(
+    jobs: SavedJobs, shared: str, tensor_parallel: int, loader: Layout, tmp_path: Path
+) -> None:
+    saver = stock(2)
+    reference = jobs.saved(shared, saver)
+    place, _ = jobs._once(shared, saver)
+    folder = f"iter_{HALF:07d}"
+    older_release.rewrite(place / folder, tmp_path / folder, tensor_parallel=tensor_parallel)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(HALF))
+    resumed = jobs._run(shared, loader, ["--load", str(tmp_path), "--ckpt-step", str(HALF)], training.train)
+    assert_continues(reference, resumed, HALF, tolerance(shared))
 
 
 OURS = ours(4, 2, DISTRIBUTED)

@@ -21,19 +21,11 @@ from hp_plugin.megatron.checkpoints import model_space
 from hp_plugin.megatron.checkpoints.gathered_space import _starts
 from hp_plugin.megatron.checkpoints.slices import stand_in
 from hp_plugin.megatron.releases.differences import takes_irregular_grids
+from tests.megatron.checkpoints.older_release import flattened
 from tests.megatron.checkpoints.test_slices import held_by_each, layer_template, rows_of, swiglu_template
 
 KEY = "optimizer.state.exp_avg.weight"
 newer = pytest.mark.skipif(not takes_irregular_grids(), reason="Megatron 0.12 reads flattened ranges by itself")
-
-
-def flattened(image: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-    """`image` as Megatron 0.12 stores it: a block in every place of the grid, flattened."""
-    sizes = [size // count for size, count in zip(image.shape, grid)]
-    stored = torch.empty(*grid, torch.Size(sizes).numel())
-    for index in itertools.product(*map(range, grid)):
-        stored[index] = image[tuple(slice(i * s, (i + 1) * s) for i, s in zip(index, sizes))].reshape(-1)
-    return stored
 
 
 def opened(**tensors: tuple[torch.Tensor, tuple[int, ...] | None]) -> Any:
