@@ -57,6 +57,7 @@ class Contents:
         optimizer_class: Name of its class, where the checkpoint tells.
         counters: global_steps, global_samples, skipped_steps, as far as they are known.
         scheduler: State of the learning-rate scheduler, or None.
+        loss_scale: State of a dynamic loss scale, by the names of DeepSpeed's scaler; None where there was none.
         client: The caller's own values.
         clients: The same of further ranks, where they differ: by rank.
         missing: Sentences on what the format cannot hold.
@@ -73,9 +74,11 @@ class Contents:
     optimizer_class: str | None = None
     counters: dict[str, int] = field(default_factory=dict)
     scheduler: Mapping[str, Any] | None = None
+    loss_scale: Mapping[str, float] | None = None
     client: dict[str, Any] = field(default_factory=dict)
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    _group_of: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def canonical(self, name: str) -> str | None:
         """The name in `weights` of a parameter that may have several; None where it has none."""
@@ -96,7 +99,9 @@ class Contents:
 
     def group_of(self, name: str) -> dict[str, Any] | None:
         """The options with which a parameter was trained."""
-        return next((group for group in self.groups if name in group["params"]), None)
+        if len(self._group_of) != sum(len(group["params"]) for group in self.groups):
+            self._group_of = {name: group for group in self.groups for name in group["params"]}
+        return self._group_of.get(name)
 
 
 def number(value: StateValue) -> float:

@@ -104,6 +104,7 @@ def read(folder: Path) -> Contents:
         optimizer_class=engine.get("optimizer"),
         counters={name: engine[name] for name in COUNTERS if name in engine},
         scheduler=engine.get("lr_scheduler"),
+        loss_scale=engine.get("loss_scaler"),
     )
     found.frozen = set(found.weights) - set(found.state) if found.state else set()
     found.optimizer = _kind(found)
@@ -188,6 +189,7 @@ def _engine(contents: Contents) -> dict[str, Any]:
     return {
         **{name: contents.counters.get(name, 0) for name in COUNTERS},
         "lr_scheduler": contents.scheduler,
+        "loss_scaler": contents.loss_scale,
         "dp_world_size": 1,
         "mesh": None,
         "optimizer": contents.optimizer_class,

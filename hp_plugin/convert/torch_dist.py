@@ -1,7 +1,8 @@
 """Weights of Megatron-LM's `torch_dist` checkpoints, of stock Megatron or of a job with HyperFSDP, by Megatron's names.
 
-The folder is in torch's distributed format, and a file `metadata.json` names it. A key begins with `optimizer.` for optimizer
-state; what is no tensor (random state, `_extra_state`) has no counterpart elsewhere. Megatron itself is not imported.
+The folder is in torch's distributed format, and a file `metadata.json` names it. A key begins with `optimizer.` for
+optimizer state; what is no tensor (random state, `_extra_state`) has no counterpart elsewhere. Megatron itself is not
+imported.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # Everything that DeepSpeed itself puts beside the caller's client state.
 OWN_KEYS = {
@@ -123,6 +124,11 @@ def _add_optimizer(found: Contents, folder: Path, files: list[Any], models: list
     found.frozen = set(whole)
     found.state = {name: pieces.state(name) for name in pieces.shapes}
     found.groups = pieces.groups
+    for group in pieces.groups:
+        for name in group["params"] if "step" in group else ():
+            if "exp_avg" in found.state.get(name, {}):
+                found.state[name].setdefault("step", float(group["step"]))  # DeepSpeed's fused Adam counts by group
+    found.loss_scale = _loss_scale(states[0])
     found.optimizer = _kind(found.state)
 
 
@@ -131,6 +137,14 @@ def _stage(state: dict[str, Any]) -> int:
     if isinstance(value, pickles.Stub):
         value = value.args[0]
     return int(getattr(value, "value", value))
+
+
+def _loss_scale(state: dict[str, Any]) -> dict[str, float] | None:
+    """The state of fp16's dynamic loss scale."""
+    scaler = state.get("loss_scaler")
+    values = pickles.values(scaler) if scaler is not None and state.get("dynamic_loss_scale") else {}
+    known = isinstance(values, dict) and all(key in values for key in _LOSS_SCALE)
+    return {key: values[key] for key in _LOSS_SCALE} if known else None  # type: ignore[call-overload]
 
 
 def _check_count(folder: Path, states: list[dict[str, Any]], files: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class Pieces:
         masters: fp32 flat buffers, by rank and group.
         states: Optimizer state of them, by rank and group.
         groups: Parameter groups of the optimizer, with names.
+        touched: Elements of all parameters that lie in a buffer with at least one element, by rank and group.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -47,6 +48,7 @@ class Pieces:
     masters: list[list[torch.Tensor]]
     states: list[list[dict[str, Any]]]
     groups: list[dict[str, Any]]
+    touched: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises ConfigurationError where pieces are not as many elements as their parameter has."""
@@ -83,9 +85,6 @@ class Pieces:
                 found[key] = self._whole(name, value, pieces[0])
             else:
                 found[key] = self._stored(name, [self.states[p.rank][p.group][key] for p in pieces])
-        group = next((g for g in self.groups if name in g["params"]), {})
-        if "step" not in found and "exp_avg" in found and "step" in group:
-            found["step"] = float(group["step"])  # DeepSpeed's fused Adam counts by group
         return found
 
     def _stored(self, name: str, flats: list[torch.Tensor]) -> Stored:
@@ -100,12 +99,8 @@ class Pieces:
     def _is_whole(self, key: str, piece: Piece, value: torch.Tensor) -> bool:
         if key != "momentum_buffer" or piece.whole is None:
             return False
-        total = sum(math.prod(self.shapes[n]) for n, ps in self.pieces.items() if self._lies_in(ps, piece))
+        total = self.touched[piece.rank, piece.group]
         return value.numel() == total and total != self.masters[piece.rank][piece.group].numel()
-
-    @staticmethod
-    def _lies_in(pieces: list[Piece], piece: Piece) -> bool:
-        return any((other.rank, other.group) == (piece.rank, piece.group) for other in pieces)
 
     def _whole(self, name: str, flat: torch.Tensor, piece: Piece) -> Stored:
         shape, start = self.shapes[name], piece.whole
@@ -132,6 +127,7 @@ def of_stages_1_and_2(states: list[dict[str, Any]], model: dict[str, Any]) -> Pi
                 found.pieces.setdefault(name, []).append(Piece(rank, group, *where, whole))
                 names[group][name] = None
                 whole += math.prod(shape)
+            found.touched[rank, group] = whole
     _refuse_unnamed(shapes, found)
     found.groups = optimizers[0].groups(names)
     found.check()

@@ -112,6 +112,8 @@ def load(
     foreign.fill_weights(engine, contents, strict=strict)
     if optimizer:
         foreign.fill_optimizer(engine, contents)
+        if engine.loss_scaler is not None:
+            engine.loss_scaler.load(contents.loss_scale)
     state = {**contents.counters, "lr_scheduler": contents.scheduler}
     _load_engine_state(engine, state, scheduler=scheduler, counters=counters)
     return str(folder), contents.clients.get(dist.get_rank(), contents.client)

@@ -50,6 +50,14 @@ def contents(optimizer: str = "adam") -> Contents:
     return found
 
 
+class Scaler:
+    """As DeepSpeed's own class: the state of fp16's loss scale, with its rules beside it."""
+
+    def __init__(self) -> None:
+        self.cur_scale, self.cur_iter, self.last_overflow_iter, self.cur_hysteresis = 1024.0, 9, 5, 1
+        self.scale_window = 1000
+
+
 def stage_1_files(folder: Path, ranks: int = 2) -> None:
     """A checkpoint as ZeRO-1 writes it, with one flat group."""
     folder.mkdir(parents=True)
@@ -71,6 +79,8 @@ def stage_1_files(folder: Path, ranks: int = 2) -> None:
         optimizer = {
             "zero_stage": 1,
             "partition_count": [ranks],
+            "loss_scaler": Scaler(),
+            "dynamic_loss_scale": True,
             "single_partition_of_fp32_groups": [piece],
             "param_slice_mappings": [_mapping(rank * part, piece.numel())],
             "base_optimizer_state": {"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]},
@@ -122,6 +132,7 @@ def test_parameters_are_put_together_from_the_pieces_of_all_ranks(tmp_path: Path
         moment = found.state[name]["exp_avg"]
         assert isinstance(moment, Stored) and torch.equal(moment.read(), tensor + 1)
         assert found.state[name]["step"] == 4.0
+    assert found.loss_scale == {"cur_scale": 1024.0, "cur_iter": 9, "last_overflow_iter": 5, "cur_hysteresis": 1}
     assert found.client == {"epoch": 2} and found.groups == [{"lr": 0.1, "params": list(SHAPES)}]
 
 
