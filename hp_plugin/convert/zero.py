@@ -55,7 +55,7 @@ def read(folder: Path, *, rank: int = 0, exact: bool = False) -> Contents:
         raise ConfigurationError(f"{folder} has no {models[min(models)].name}; a file of the checkpoint is missing.")
     own = models.get(rank, models[min(models)])
     model = pickles.load(own, exact=exact)
-    if any(key in model for key in ("ds_autoep_layers", "autoep_layers")):
+    if any(model.get(key) for key in ("ds_autoep_layers", "autoep_layers")):
         raise UnsupportedError(
             f"{folder} is of a job with AutoEP, whose experts HyperFSDP does not read; convert it with DeepSpeed's "
             "ds_to_universal and load weights with zero_to_fp32."

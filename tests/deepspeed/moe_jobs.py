@@ -254,3 +254,13 @@ def refusals() -> dict[str, str]:
 
 MUON = {"type": "HyperMuon", "params": {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "float32"}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def save_stock(*, directory: str, stage: int, ep_sizes: list[int]) -> Run:
+    """Stock trains two steps on the same data, saves, and trains two more."""
+    engine = initialize(stock_config(stage), ep_sizes)
+    _train_alike(engine, Run(), 0)
+    engine.save_checkpoint(directory)
+    run = Run(weights=weights_of(engine, ep_sizes), engine=type(engine).__name__)
+    _train_alike(engine, run, 2)
+    return run
