@@ -46,6 +46,9 @@ GATHERED = f"{DISTRIBUTED} --no-ckpt-fully-parallel-save"
 EP = "--expert-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --swiglu"
 UNEVEN = "--swiglu --ffn-hidden-size 172"
+WITHOUT_DECAY = "--swiglu --weight-decay 0"
+"""For stock of 0.12 that resumes with pipeline stages: it takes groups in the order in which the first rank saved them,
+which differs between stages, so that weights are decayed that should not be (its own checkpoints show the same)."""
 
 
 class ReleaseJobs(SavedJobs):
@@ -135,11 +138,11 @@ FROM_HYPERFSDP = [
         {
             "stock-dp2": space(2),
             "stock-dp4": space(4),
-            "stock-tp2-pp2": space(4, f"{TP} {PP} {NO_RNG}"),
             "ours": ours(2, 1),
         },
     ),
-    *pairs("tp2-pp2", "--swiglu", ours(4, 1, f"{DISTRIBUTED} {TP} {PP}"), {"stock": space(4, f"{TP} {PP}")}),
+    *pairs("dp4", WITHOUT_DECAY, OURS, {"stock-tp2-pp2": space(4, f"{TP} {PP} {NO_RNG}")}),
+    *pairs("tp2-pp2", WITHOUT_DECAY, ours(4, 1, f"{DISTRIBUTED} {TP} {PP}"), {"stock": space(4, f"{TP} {PP}")}),
     *pairs("experts", EXPERTS, ours(4, 2, f"{DISTRIBUTED} {EP}"), {"stock": space(4, EP), "ours": ours(2, 2, EP)}),
     *pairs("uneven", UNEVEN, ours(4, 4, DISTRIBUTED), {"stock-dp2": space(2)}),
     *pairs("bf16", "--bf16", OURS, {"stock-dp2": space(2), "ours": ours(4, 4, DISTRIBUTED)}),
@@ -155,6 +158,12 @@ def test_a_job_with_the_flag_saves_what_the_release_reads_with_it(
     assert_continues(jobs.saved(shared, saver), resumed, HALF, tolerance(shared))
 
 
-def test_the_release_resumes_its_own_with_the_help_that_the_tests_give_it(jobs: SavedJobs) -> None:
-    resumed = jobs.resumed("--swiglu", space(4), space(2))
-    assert_continues(jobs.saved("--swiglu", space(4)), resumed, HALF, FP32_TOLERANCE)
+@pytest.mark.parametrize(
+    ("shared", "loader"),
+    [("--swiglu", space(2)), (WITHOUT_DECAY, space(4, f"{TP} {PP} {NO_RNG}"))],
+    ids=["dp2", "tp2-pp2"],
+)
+def test_the_release_resumes_its_own_with_the_help_that_the_tests_give_it(
+    jobs: SavedJobs, shared: str, loader: Layout
+) -> None:
+    assert_continues(jobs.saved(shared, space(4)), jobs.resumed(shared, space(4), loader), HALF, FP32_TOLERANCE)
