@@ -11,8 +11,8 @@ from torch import nn
 
 from hp_plugin.core.muon import HyperMuon, route
 from hp_plugin.core.optim import HyperAdamW
-from hp_plugin.deepspeed.schema import did_you_mean
 from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.host.words import did_you_mean
 
 OWN = ("HyperAdamW", "HyperMuon")
 """Types that DeepSpeed does not know: it refuses a job that asks for one without this package."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StrictBool, StrictStr, ValidationError
 
 from hp_plugin.errors import ConfigurationError
+from hp_plugin.host.words import did_you_mean
 
 BLOCK = "hyperfsdp"
 
@@ -75,12 +76,6 @@ def read_block(config: Mapping[str, Any]) -> HyperFSDPConfig | None:
         expected = HyperFSDPConfig.model_fields[name].title
         raise ConfigurationError(f'"{BLOCK}.{name}" is {block[name]!r}; expected {expected}.') from None
     return options if options.enabled else None
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown word."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}."
 
 
 def _check_spelling_of_block(config: Mapping[str, Any]) -> None:

@@ -14,8 +14,9 @@ from hp_plugin.core.fsdp import MixedPrecisionPolicy, fully_shard
 from hp_plugin.core.fsdp.experts import expert_modules, expert_reshard
 from hp_plugin.deepspeed.experts import ExpertGroup, Experts
 from hp_plugin.deepspeed.replacements import Replacements
-from hp_plugin.deepspeed.schema import HyperFSDPConfig, did_you_mean
+from hp_plugin.deepspeed.schema import HyperFSDPConfig
 from hp_plugin.errors import ConfigurationError
+from hp_plugin.host.words import did_you_mean
 
 _NO_EXPERTS = Experts()
 

@@ -25,7 +25,7 @@ def test_a_script_runs_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     result = launch(str(script), "--deepspeed_config", "c.json")
     assert result.stdout == "__main__ ['--deepspeed_config', 'c.json'] 3 True\n"
     assert result.returncode == 1
-    assert result.stderr.strip() == "hp_plugin: rank 0: this is refused; use that."
+    assert result.stderr.strip() == "hp_plugin: error: this is refused; use that."
 
 
 def test_a_script_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.host.words import did_you_mean
 from hp_plugin.megatron.arguments import muon_flags, schema
 
 PREFIX = "--hyperfsdp-"
@@ -152,7 +153,7 @@ def check_spelling(argv: Sequence[str]) -> None:
         flag = word.split("=", 1)[0]
         for prefix, names in known.items():
             if flag.startswith(prefix) and flag not in names:
-                raise ConfigurationError(f"{flag} is not a known flag{schema.did_you_mean(flag, names)}")
+                raise ConfigurationError(f"{flag} is not a known flag{did_you_mean(flag, names)}")
 
 
 def resolve(args: argparse.Namespace) -> HyperFSDPOptions:

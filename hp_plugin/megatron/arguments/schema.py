@@ -6,15 +6,15 @@ A flag that is not given stays None on Megatron's namespace, so that a value of 
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from hp_plugin.errors import ConfigurationError
+from hp_plugin.host.words import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -115,12 +115,6 @@ def scalar(text: str) -> str | int | float | bool:
 def text_of(value: object) -> str:
     """A value as a user writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown word."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}."
 
 
 def _takes_truth(annotation: Any) -> bool:

@@ -1,0 +1,1 @@
+"""What the adapters for host frameworks have in common: starting a script, speaking to a person, words."""
