@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.deepspeed.models import batch, build_model
 from tests.deepspeed.training import ADAM, Run, base_config, start, stock
+from tests.support.told import told
 
 SCHEDULED = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.01}}
 MUON = {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "float32"}
@@ -206,6 +206,9 @@ def _norms(engine: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def latest_folder(directory: str) -> Path:
-    """The folder that the last save has made."""
-    return Path(directory, Path(directory, "latest").read_text().strip())
+def load_weights_alone(*, directory: str, tag: str) -> dict[str, Any]:
+    """What is said of a checkpoint without optimizer state, and what `load_module_only` loads of it."""
+    built = build("ours", spoil=True)
+    facts: dict[str, Any] = {"with optimizer": told(lambda: built.load_checkpoint(directory, tag))}
+    built.load_checkpoint(directory, tag, load_module_only=True)
+    return {**facts, "weights": weights(built), "buffer": built.module.scale.clone()}
