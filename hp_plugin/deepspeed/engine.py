@@ -170,7 +170,12 @@ class HyperFSDPEngine(DeepSpeedEngine):
             # callback later than this line, so ours asks for another one.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._backward_post_hook))
-        return super()._backward_prologue(*args, **kwargs)
+        # DeepSpeed 0.17 would not divide a loss inside no_sync by the number of micro-batches, as later releases do.
+        inside, self.inside_no_sync_ctxt = self.inside_no_sync_ctxt, False
+        try:
+            return super()._backward_prologue(*args, **kwargs)
+        finally:
+            self.inside_no_sync_ctxt = inside
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Reduces at the end of a step what backward passes inside `no_sync` have left; else all is under way."""
