@@ -61,6 +61,11 @@ def train(*, argv: list[str], keep_weights: bool = True) -> Run:
     install()
     run = Run()
     training._observe(run, keep_weights=keep_weights)
+    # A child that Megatron spawns while it saves would import `__main__`, `tests.support.zygote`, again, and look for
+    # it in the script's folder first, where 0.16 has a package `tests` of its own.
+    forked: Any = sys.modules["__main__"]
+    forked.__spec__ = None
+    vars(forked).pop("__file__", None)
     module: Any = ModuleType("__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("tests.__main__", None)
     run_script(script, module)
