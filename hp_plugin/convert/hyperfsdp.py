@@ -17,7 +17,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from hp_plugin.convert.contents import Contents, StateValue, Stored
 from hp_plugin.errors import ConfigurationError
@@ -127,9 +131,8 @@ def write(contents: Contents, folder: Path) -> None:
     lazy: dict[str, Stored] = {}
     state = _laid_out(contents, lazy)
     try:
-        writer = dcp.FileSystemWriter(str(partial), thread_count=1)
         with _alone():
-            dcp.save(state, storage_writer=writer, planner=_LazyPlanner(lazy), no_dist=True)
+            dcp.save(state, storage_writer=_Writer(str(partial)), planner=_LazyPlanner(lazy), no_dist=True)
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
         partial.rename(folder / FOLDER)
     finally:
@@ -155,6 +158,27 @@ class _LazyPlanner(DefaultSavePlanner):
         """The tensor itself."""
         stored = self._lazy.get(index.fqn)
         return super().lookup_object(index) if stored is None else stored.read()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes one file, item by item; torch's own keeps all tensors of a file alive until the file is complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Everything that was planned."""
+        name, results = "__0_0.distcp", []
+        with Path(self.path, name).open("wb") as stream:
+            for item in plan.items:
+                start = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    torch.save(data.detach().contiguous(), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 def _laid_out(contents: Contents, lazy: dict[str, Stored]) -> dict[str, Any]:

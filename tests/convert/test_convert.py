@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -246,11 +247,11 @@ def test_no_more_than_a_few_tensors_are_in_memory(tmp_path: Path, to: str) -> No
     def read(value: float) -> torch.Tensor:
         nonlocal reads
         reads += 1
-        tensor = torch.full((size,), value)
+        memory = numpy.full(size, value, dtype=numpy.float32)  # lives as long as any view of the tensor
         alive.append(1)
-        weakref.finalize(tensor, alive.pop)
+        weakref.finalize(memory, alive.pop)
         peaks.append(len(alive))
-        return tensor
+        return torch.from_numpy(memory)
 
     peaks: list[int] = []
     many = contents()
@@ -271,7 +272,7 @@ def test_no_more_than_a_few_tensors_are_in_memory(tmp_path: Path, to: str) -> No
     else:
         safetensors.write(many, tmp_path / "new", max_bytes=10 * size * 4)
     assert reads == count * (1 if to == "safetensors" else 3)
-    assert max(peaks) <= 3
+    assert max(peaks) <= 2
 
 
 def test_the_command_names_the_format_and_what_was_compared(tmp_path: Path) -> None:
