@@ -80,10 +80,14 @@ _MUON_NAMES = {"betas": "adam_betas", "eps": "adam_eps"}
 """Of frameworks that fill in the values of an Adam, which are those of the AdamW part here."""
 
 
+_NAMES_OF_GROUPS = {"params", "param_names", "name", "moe"}
+"""Keys of a group that ask for nothing; the last two are those of DeepSpeed's groups for experts."""
+
+
 def _build_muon(parameters: list[Any], options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
     """HyperMuon, which decides by the model's structure and the full shapes which parameter Muon trains."""
     grouped = [entry for entry in parameters if isinstance(entry, dict)]
-    own = sorted({key for group in grouped for key in group} - {"params", "param_names"})
+    own = sorted({key for group in grouped for key in group} - _NAMES_OF_GROUPS)
     if own:
         raise UnsupportedError(
             f"the parameter groups that were given have options of their own ({', '.join(own)}), but HyperMuon "

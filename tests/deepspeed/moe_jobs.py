@@ -106,11 +106,17 @@ def stock_config(stage: int, **more: Any) -> dict[str, Any]:
     return made
 
 
-def initialize(config: dict[str, Any], ep_sizes: list[int], **model: Any) -> Any:
+def initialize(config: dict[str, Any], ep_sizes: list[int], *, groups: bool = False, **model: Any) -> Any:
+    """The engine; with `groups`, from the parameter groups that DeepSpeed's documentation asks for."""
     deepspeed = start()
     deepspeed.init_distributed("gloo", verbose=False)
     module = build(ep_sizes, **model)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    parameters: list[Any] = list(module.parameters())
+    if groups:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        parameters = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
     return engine
 
 

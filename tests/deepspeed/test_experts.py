@@ -83,6 +83,10 @@ JOBS = {
     "parts-kept-after-forward": Job([2, 1], config=block(4, reshard_after_forward=2)),
     "experts-are-units": Job([2, 2], config=block(4, units=["MixtureBlock", "Expert"])),
     "shard-size-in-numbers": Job([2, 2], config=block(4, shard_size=4)),
+    "groups-of-deepspeed": Job([2, 2], ranks=2, model={"groups": True}),
+    "muon-and-groups-of-deepspeed": Job(
+        [2, 1], ranks=2, config={"optimizer": moe_jobs.MUON}, model={"groups": True}, tolerance=2e-5
+    ),
     "muon": Job([2, 2], config={"optimizer": moe_jobs.MUON, **block(2)}, tolerance=2e-5),
 }
 
