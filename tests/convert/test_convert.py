@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,21 @@ def test_parameters_are_put_together_from_the_pieces_of_all_ranks(tmp_path: Path
         assert found.state[name]["step"] == 4.0
     assert found.loss_scale == {"cur_scale": 1024.0, "cur_iter": 9, "last_overflow_iter": 5, "cur_hysteresis": 1}
     assert found.client == {"epoch": 2} and found.groups == [{"lr": 0.1, "params": list(SHAPES)}]
+
+
+def test_objects_of_deepspeed_are_read_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = types.ModuleType("deepspeed.fragments")
+    with monkeypatch.context() as inside:  # only there while the files are written
+        inside.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+        inside.setitem(sys.modules, places.__name__, places)
+        for one in (Address, Scaler):
+            inside.setattr(one, "__module__", places.__name__)
+            setattr(places, one.__name__, one)
+        stage_1_files(tmp_path / "tag", 2)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    found = open_checkpoint(tmp_path / "tag")
+    assert torch.equal(found.weights["b.weight"].read(), tensors()["b.weight"])
+    assert found.loss_scale is not None and found.loss_scale["cur_scale"] == 1024.0
 
 
 def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
