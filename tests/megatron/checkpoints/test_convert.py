@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,15 @@ def test_weights_of_torch_dist_become_safetensors_by_megatrons_names(
     save = [*saver.split(), "--save", str(tmp_path / "ckpt"), "--save-interval", "2"]
     argv = [*tiny_job("--train-iters", "2"), *corpus, *save]
     run_ranks(2, training.train, flavour="megatron", timeout=200, argv=argv, keep_weights=False)
-    report = convert(tmp_path / "ckpt", tmp_path / "model", to="safetensors", verify=True)
-    folder = tmp_path / "ckpt" / "iter_0000002"
-    assert report.source == str(folder) and report.source_format == "Megatron torch_dist"
+    without = "import sys; sys.modules['megatron'] = None; from hp_plugin.cli.main import app; app()"
+    command = ["convert", tmp_path / "ckpt", tmp_path / "model", "--to", "safetensors", "--verify", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", without, *command], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    report, folder = json.loads(done.stdout), tmp_path / "ckpt" / "iter_0000002"
+    assert report["source"] == str(folder) and report["source_format"] == "Megatron torch_dist"
+    assert report["verified"] == report["weights"]
     assert format_of(folder) == "torch_dist"
     expected = run_ranks(1, read_by_megatron, flavour="megatron", timeout=100, directory=str(folder))[0]
     found = library.load_file(tmp_path / "model" / "model.safetensors")
