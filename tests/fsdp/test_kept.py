@@ -30,6 +30,7 @@ from tests.fsdp.twins import (
     shard_blocks,
 )
 from tests.support import run_ranks
+from tests.support.releases import TORCH
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def bytes_left_by(run: Callable[[], object]) -> int:
     return left
 
 
+@pytest.mark.skipif(TORCH < (2, 8), reason="the profiler counts memory of backward only now and then")
 def test_between_forward_and_backward_a_unit_takes_its_share_and_no_more(fake_group: None) -> None:
     """An integer once ran out of memory where False did not: pytorch #147179."""
     inputs = torch.randn(2, 5)

@@ -20,8 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from hp_plugin.core.layout import Layout, is_shard, local_tensor
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 from tests.support import init_gloo, run_ranks
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+from tests.support.releases import TORCH
 
 
 def local_part(values: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:

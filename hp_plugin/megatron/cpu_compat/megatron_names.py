@@ -148,4 +148,10 @@ STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
 }
 """What each supported release needs, in order."""
 
-_OF_TRAINING = (skip_fused_kernels, allow_no_cuda, load_without_transformer_engine)
+_OF_TRAINING = (
+    skip_fused_kernels,
+    allow_no_cuda,
+    load_without_transformer_engine,
+    stage_saved_tensors,
+    fork_checkpoint_worker,
+)
