@@ -159,7 +159,7 @@ def _train_some(*, corpus: Path, mixed: bool) -> dict[str, Curve]:
     return {v.name: train(v, corpus=corpus, size=TINY, steps=10, mixed=mixed) for v in variants}
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["fp32", "bf16"])
 def test_short_runs_of_ours_pass_and_wrong_ones_fail(tmp_path: Path, mixed: bool) -> None:
     by_rank = run_ranks(4, _train_some, corpus=corpus_at(tmp_path), mixed=mixed)
     curves = by_rank[0]

@@ -91,6 +91,7 @@ def _report_of_a_rank() -> tuple[str, int]:
     return report.topology, int(os.environ["RANK"]) - report.rank
 
 
+@pytest.mark.full
 def test_inside_a_job_it_shows_the_topology() -> None:
     for topology, difference in run_ranks(2, _report_of_a_rank, timeout=120):
         assert "1 supernode, 2 ranks" in topology

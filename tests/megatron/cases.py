@@ -194,7 +194,7 @@ JOBS = (
     Job("ep2-bf16", f"{_MOE} {_EP} --bf16", tolerance=BF16_TOLERANCE, norm_tolerance=BF16_NORM_TOLERANCE, full=True),
     Job("ep2-bf16-two-ranks-unclipped", f"{_MOE} {_EP} --bf16 --clip-grad 0", ranks=2, full=True),
     Job("bf16-reduce", "--bf16 --grad-reduce-in-bf16", tolerance=5e-3, norm_tolerance=1e-2, full=True),
-    Job("per-token-loss", "--calculate-per-token-loss"),
+    Job("per-token-loss", "--calculate-per-token-loss", full=True),
     Job("per-token-loss-pp2", f"--calculate-per-token-loss {_PP}", full=True),
     Job("swiglu", "--swiglu", full=True),
     Job("untied-embeddings", "--untie-embeddings-and-output-weights", full=True),

@@ -91,6 +91,7 @@ def test_a_job_resumes_on_fewer_ranks_and_in_stock_with_tensor_parallelism(corpu
     assert_same_weights(saved, jobs.run(ours(2, 1), load=("ours", END)))
 
 
+@pytest.mark.full
 def test_a_bf16_job_goes_from_stock_to_hyperfsdp_and_back(corpus: list[str], tmp_path: Path) -> None:
     jobs = Jobs(corpus, tmp_path, "--bf16")
     saved = jobs.run(stock(2), save="stock")
