@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from hp_plugin.core.layout import is_shard, local_tensor
+from hp_plugin.core.layout import attached_layout, is_shard, local_tensor
 from hp_plugin.core.transport import gradient_owner
 from hp_plugin.errors import ConfigurationError
 
@@ -31,8 +31,8 @@ def clip_grad_norm_(
     """Scales all gradients so that their global norm is at most `max_norm`; gives what torch's gives on one process.
 
     Args:
-        parameters: parameters, plain or `DTensor`s on any meshes. A plain parameter counts as it is: the same values
-            on every rank, or a rank's own. Parameters without gradients count as zero.
+        parameters: parameters, plain or `DTensor`s on any meshes, or pieces that `apply_plan` made. A plain parameter
+            counts as it is: the same values on every rank, or a rank's own. Parameters without gradients count as zero.
         max_norm: the largest norm to allow.
         norm_type: p > 0 of the p-norm, or `inf`.
         error_if_nonfinite: raise if the norm is nan or inf.
@@ -132,6 +132,9 @@ def _by_shard_groups(parameters: Sequence[torch.Tensor]) -> list[tuple[Groups, l
             if key not in seen:
                 seen[key] = _shard_groups(param.device_mesh, param, over_replicas=is_owned)
             groups = seen[key]
+        attached = attached_layout(param)
+        if attached is not None:  # a sharding plan has divided it over axes of its own
+            groups = (*groups, *attached.shard_groups)
         names = tuple(group.group_name for group in groups)
         buckets.setdefault(names, (groups, []))[1].append(param)
     return list(buckets.values())
