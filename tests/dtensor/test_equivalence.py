@@ -47,9 +47,7 @@ def compare(
         make_decoder(shape), {"tp": tp}, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
     )
     wrap = (lambda model: shard_layers(model, mesh["dp_shard"])) if fsdp else None
-    return validate(
-        lambda: make_decoder(shape), plan, mesh, make_batch(shape), data_parallel=wrap, dtype=dtype
-    )
+    return validate(lambda: make_decoder(shape), plan, mesh, make_batch(shape), data_parallel=wrap, dtype=dtype)
 
 
 def check(ranks: int, **options: Any) -> ValidationReport:

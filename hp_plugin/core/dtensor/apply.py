@@ -198,8 +198,8 @@ def _boundary(
 
 def _localise_padding(module: nn.Module, line: AxisGroup) -> None:
     """The padding row, which gets no gradient, lies on one rank."""
-    padding = module.padding_idx
-    if padding is not None:
-        rows = module.weight.shape[0]  # type: ignore[union-attr, operator]
-        local = padding - line.rank * rows  # type: ignore[operator]
+    assert isinstance(module, nn.Embedding)  # check_plan has seen to it
+    if module.padding_idx is not None:
+        rows = module.weight.shape[0]
+        local = module.padding_idx - line.rank * rows
         module.padding_idx = local if 0 <= local < rows else None

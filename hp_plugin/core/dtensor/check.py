@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -117,8 +118,8 @@ def _check_parameters(model: nn.Module, plan: ShardingPlan) -> None:
                 f"the plan covers parameter {name!r}, which the model does not have.{_near(name, tensors)}"  # type: ignore[arg-type]
             )
     names: dict[torch.Tensor, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(tensor, []).append(name)
+    for name, parameter in tensors.items():
+        names.setdefault(parameter, []).append(name)
     for tensor, aliases in names.items():
         covered = [name for name in aliases if name in placed]
         if not covered:
@@ -135,8 +136,8 @@ def _check_parameters(model: nn.Module, plan: ShardingPlan) -> None:
         if len(covered) < len(aliases):
             missing = [name for name in aliases if name not in placed]
             raise ConfigurationError(
-                f"{covered[0]} is tied to {', '.join(missing)}, which the plan does not cover; add the other name, held "
-                "alike, so that its use is known too."
+                f"{covered[0]} is tied to {', '.join(missing)}, which the plan does not cover; add the other name, "
+                "held alike, so that its use is known too."
             )
         for name in covered:
             _check_dims(name, tensor, placed[name], plan)
@@ -144,10 +145,10 @@ def _check_parameters(model: nn.Module, plan: ShardingPlan) -> None:
 
 def _check_dims(name: str, tensor: torch.Tensor, entry: ParameterSpec, plan: ShardingPlan) -> None:
     held = entry.held
-    for axis, placement in held.items():
+    for placement in held.values():
         if placement.kind in ("copy", "partial"):
             raise ConfigurationError(
-                f"parameter {name} is held as {placement}; it can be held as replicate or shard, and used as {placement}."
+                f"parameter {name} is held as {placement}; hold it as replicate or shard, and use it as {placement}."
             )
     ways: dict[int, int] = {}
     for axis, placement in held.items():
@@ -166,9 +167,10 @@ def _check_dims(name: str, tensor: torch.Tensor, entry: ParameterSpec, plan: Sha
                 f"divide its dim {dim}{blocks}. Pad the model's size, choose another number of ranks, or replicate it."
             )
         if tensor.shape[dim] // ways[dim] % entry.unit:
+            heads = tensor.shape[dim] // placement.blocks // entry.unit
             raise ConfigurationError(
-                f"parameter {name} has {tensor.shape[dim] // placement.blocks // entry.unit} heads of {entry.unit} rows, which axis "
-                f"{axis} with {plan.axes[axis]} ranks does not divide. Choose a number of ranks that does."
+                f"parameter {name} has {heads} heads of {entry.unit} rows, "
+                f"which axis {axis} with {plan.axes[axis]} ranks does not divide. Choose a number of ranks that does."
             )
 
 
@@ -178,7 +180,7 @@ def _check_sequentials(modules: dict[str, nn.Module], plan: ShardingPlan) -> Non
         if not isinstance(module, nn.Sequential):
             continue
         members = [f"{name}.{key}" if name else key for key in module._modules]
-        for one, other in zip(members, members[1:]):
+        for one, other in itertools.pairwise(members):
             left, right = plan.modules.get(one), plan.modules.get(other)
             if left is None or right is None or "output" not in left.outputs or not right.inputs:
                 continue

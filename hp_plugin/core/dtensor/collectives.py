@@ -249,7 +249,7 @@ class Step:
 
 def is_possible(before: AxisPlacement, after: AxisPlacement) -> bool:
     """Whether a boundary can convert `before` to `after`."""
-    return before == after or (before.kind, after.kind) in _STEPS and before.blocks == after.blocks == 1
+    return before == after or ((before.kind, after.kind) in _STEPS and before.blocks == after.blocks == 1)
 
 
 def make_step(before: AxisPlacement, after: AxisPlacement, line: AxisGroup, where: str) -> Step | None:

@@ -106,7 +106,8 @@ def loss_function(model: nn.Module) -> LossFunction:
         unknown = options.keys() - {"ignore_index", "reduction"}
         if unknown:
             raise ConfigurationError(
-                f"cross-entropy of divided logits does not take {', '.join(sorted(unknown))}; plan without loss_parallel."
+                f"cross-entropy of divided logits does not take {', '.join(sorted(unknown))}; plan without "
+                "loss_parallel."
             )
         return vocabulary_parallel_cross_entropy(logits, targets, line, **options)
 

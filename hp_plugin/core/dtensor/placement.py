@@ -90,7 +90,7 @@ class AxisPlacement:
         if isinstance(value, AxisPlacement):
             return value
         if not isinstance(value, str):
-            raise ValueError(f"a placement is a text such as shard(0), but {value!r} was found")  # noqa: TRY004
+            raise ValueError(f"a placement is a text such as shard(0), but {value!r} was found")
         return cls.parse(value)
 
 

@@ -1,10 +1,10 @@
 """`plan_transformer`: a sharding plan from the structure of a decoder-only transformer.
 
-A *region* is a module inside which tensors are divided over the axis: an attention, an MLP, or a mixture of experts with
-its router. It takes its input as `copy`, divides its first products by columns and its last ones by rows, and gives
-`partial`. Every other parameter inside is used as `copy`. Between regions lies the residual stream: `replicate`, or with
-sequence parallelism `shard(1)` from the first layer to the head. The stream is divided where the first layer begins and
-not at the embedding, because models take the positions from the length of what the embedding gives.
+A *region* is a module inside which tensors are divided over the axis: an attention, an MLP, or a mixture of experts
+with its router. It takes its input as `copy`, divides its first products by columns and its last ones by rows, and
+gives `partial`. Every other parameter inside is used as `copy`. Between regions lies the residual stream: `replicate`,
+or with sequence parallelism `shard(1)` from the first layer to the head. The stream is divided where the first layer
+begins and not at the embedding, because models take the positions from the length of what the embedding gives.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Planner:
         if not regions:
             raise ConfigurationError(
                 "the planner found no attention and no MLP by the names of its products (q_proj, wq, qkv, up_proj, w1, "
-                "fc1, ...); write the plan as YAML, or make it from torch's styles."
+                "fc1, ...); write the plan as YAML."
             )
         return regions
 
@@ -155,7 +155,7 @@ class _Planner:
             if roles.is_norm(child) and child_name not in roles.HEAD_NORMS:
                 raise UnsupportedError(
                     f"module {name} holds products and the norm {child_name} side by side; put attention and MLP into "
-                    f'modules of their own, make the plan from torch\'s styles, or use overrides={{"{name}": "replicate"}}.'
+                    f'modules of their own, or use overrides={{"{name}": "replicate"}}.'
                 )
 
     def _stack(self, regions: Mapping[str, str]) -> str:
@@ -228,8 +228,8 @@ class _Planner:
             return ParameterSpec(held=self.on(shard(dim)), unit=unit)
         if roles.is_norm(owner) and kind == "attention" and parameter.numel() != _head_size(region, self.config):
             raise UnsupportedError(
-                f"parameter {full} normalises over all heads together ({parameter.numel()} elements), which needs a sum "
-                "over ranks inside; replicate the attention by an override."
+                f"parameter {full} normalises over all heads together ({parameter.numel()} elements), which needs a "
+                "sum over ranks inside; replicate the attention by an override."
             )
         if is_product and kind != "experts":
             raise ConfigurationError(f"product {full} inside a region has no role that the planner knows; {_ADVICE}")
@@ -249,8 +249,8 @@ class _Planner:
         out = shape[-1] if roles.is_transposed_linear(owner) else shape[0]
         if blocks == 3 and len(shape) == 2 and out != 3 * (shape[0] + shape[1] - out):
             raise UnsupportedError(
-                f"parameter {full} fuses q, k and v of different sizes (shape {tuple(shape)}); use separate products, or "
-                "replicate the attention by an override."
+                f"parameter {full} fuses q, k and v of different sizes (shape {tuple(shape)}); use separate products, "
+                "or replicate the attention by an override."
             )
 
     def _plan_outside(self, name: str, module: nn.Module) -> None:

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from torch import nn
 
-ATTENTION_COLUMN = frozenset("q_proj k_proj v_proj wq wk wv q k v query key value to_q to_k to_v".split())
-MLP_COLUMN = frozenset("gate_proj up_proj w1 w3 fc1 c_fc fc_in linear1 up gate dense_h_to_4h".split())
-FUSED_QKV = frozenset("c_attn qkv qkv_proj wqkv Wqkv in_proj to_qkv".split())
-FUSED_GATE_UP = frozenset("gate_up_proj w13".split())
-ROW = frozenset("o_proj wo o out_proj c_proj proj out dense down_proj w2 fc2 fc_out linear2 down dense_4h_to_h".split())
-HEAD = frozenset("lm_head output head embed_out unembed unembedding output_layer".split())
-HEAD_NORMS = frozenset("q_norm k_norm q_layernorm k_layernorm query_norm key_norm".split())
-ROUTER = frozenset("gate router".split())
+ATTENTION_COLUMN = frozenset(
+    ("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "q", "k", "v", "query", "key", "value", "to_q", "to_k", "to_v")
+)
+MLP_COLUMN = frozenset(
+    ("gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "fc_in", "linear1", "up", "gate", "dense_h_to_4h")
+)
+FUSED_QKV = frozenset(("c_attn", "qkv", "qkv_proj", "wqkv", "Wqkv", "in_proj", "to_qkv"))
+FUSED_GATE_UP = frozenset(("gate_up_proj", "w13"))
+ROW = frozenset(
+    (
+        "o_proj",
+        "wo",
+        "o",
+        "out_proj",
+        "c_proj",
+        "proj",
+        "out",
+        "dense",
+        "down_proj",
+        "w2",
+        "fc2",
+        "fc_out",
+        "linear2",
+        "down",
+        "dense_4h_to_h",
+    )
+)
+HEAD = frozenset(("lm_head", "output", "head", "embed_out", "unembed", "unembedding", "output_layer"))
+HEAD_NORMS = frozenset(("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"))
+ROUTER = frozenset(("gate", "router"))
 EXPERTS = "experts"
 HEAD_COUNTS = (
-    "num_heads n_heads n_head num_attention_heads n_local_heads num_kv_heads n_kv_heads n_kv_head n_local_kv_heads "
-    "num_key_value_heads"
-).split()
+    *("num_heads", "n_heads", "n_head", "num_attention_heads", "n_local_heads"),
+    *("num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "num_key_value_heads"),
+)
 """Integers of an attention module that count the heads it holds."""
 FUSED_WIDTHS = ("split_size",)
 """Integers of an attention module with one fused product that are the width of q, of k and of v."""

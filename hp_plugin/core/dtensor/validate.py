@@ -178,8 +178,8 @@ def _data_axes(plan: ShardingPlan, mesh: DeviceMesh) -> tuple[str, ...]:
     for axis in axes:
         if axis in ("pp", "cp", "ep"):
             raise UnsupportedError(
-                f"axis {axis} of the mesh has {mesh[axis].size()} ranks and is not in the plan; validate with a mesh on "
-                "which it has one."
+                f"axis {axis} of the mesh has {mesh[axis].size()} ranks and is not in the plan; validate with a mesh "
+                "on which it has one."
             )
     return axes
 
