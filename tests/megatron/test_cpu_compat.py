@@ -212,6 +212,36 @@ def uneven_gather_and_exchange() -> tuple[list[list[float]], list[float]]:
     return [output.tolist() for output in outputs], received.tolist()
 
 
+def send_and_deallocate() -> float:
+    """Rank 0 sends ones and lets go of them, as Megatron's pipeline does; rank 1 asks late and gets the sum."""
+    size = 1 << 20
+    torch.distributed.init_process_group("nccl")
+    group = torch.distributed.new_group(backend="nccl")
+    ones = torch.ones(size)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        work = torch.distributed.isend(ones, 1, group)
+        ones.data = torch.empty(1)
+        others = [torch.full((size,), 9.0) for _ in range(8)]
+        torch.distributed.barrier()
+        work.wait()
+        del others
+    else:
+        torch.distributed.barrier()
+        torch.distributed.irecv(ones.zero_(), 0, group).wait()
+    requests = torch.distributed.batch_isend_irecv(
+        [torch.distributed.P2POp(operation, torch.ones(2), 1 - torch.distributed.get_rank(), group)
+         for operation in (torch.distributed.isend, torch.distributed.irecv)]
+    )  # fmt: skip
+    for request in requests:
+        request.wait()
+    return float(ones.sum())
+
+
+def test_what_is_sent_is_kept_until_it_has_been_sent() -> None:
+    assert run_ranks(2, send_and_deallocate, flavour="megatron", timeout=60)[1] == 1 << 20
+
+
 def test_nccl_groups_become_gloo_and_take_what_nccl_takes() -> None:
     first, second = run_ranks(2, uneven_gather_and_exchange, flavour="megatron", timeout=60)
     assert first == ([[1.0], [2.0, 2.0]], [0.0, 10.0])

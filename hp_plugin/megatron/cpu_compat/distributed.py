@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.megatron.cpu_compat.patches import Ledger
@@ -26,6 +27,9 @@ def apply(ledger: Ledger) -> None:
     }
     for name, replacement in replacements.items():
         ledger.replace(dist, name, replacement, area=AREA)
+    sent = _kept_until_sent(dist.isend)
+    for owner in (dist, distributed_c10d):  # `P2POp` compares with the latter
+        ledger.replace(owner, "isend", sent, area=AREA)
     if torch.__version__ < "2.8":  # up to 2.7 gloo has no reduce-scatter
         ledger.replace(dist, "reduce_scatter", _summed_and_cut(dist.reduce_scatter), area=AREA)
     if not hasattr(dist, "ProcessGroupNCCL"):  # a CPU build of torch
@@ -59,6 +63,20 @@ def _group_on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return new_group
+
+
+def _kept_until_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`isend` that keeps the memory it reads.
+
+    Megatron takes the memory of an output away (`deallocate_output_tensor`) as soon as its transfer has been issued.
+    The stream orders that on a device. Gloo sends later, and would send what has been written there since.
+    """
+
+    @functools.wraps(original)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach(), *args, **kwargs)  # another tensor over the same memory, which the work holds
+
+    return isend
 
 
 def _host_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
