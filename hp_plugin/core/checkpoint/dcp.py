@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from hp_plugin.errors import ConfigurationError, HyperParallelError
+from hp_plugin.core.layout import attached_layout
+from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
 
 
 def save_checkpoint(
@@ -44,8 +45,10 @@ def save_checkpoint(
         rename: What a parameter of this rank is called in the checkpoint, where ranks call different ones alike.
 
     Raises:
+        UnsupportedError: If `apply_plan` has divided the model.
         HyperParallelError: If any rank could not write, naming the first such rank and its reason. `path` is as it was.
     """
+    _refuse_divided(model)
     final = Path(path)
     partial = final.with_name(f".{final.name}.partial")
     failure = _on_rank_zero(lambda: _make_empty(partial))
@@ -95,6 +98,7 @@ def load_checkpoint(
     Raises:
         ConfigurationError: If there is no checkpoint at `path`.
     """
+    _refuse_divided(model)
     if not (Path(path) / ".metadata").is_file():
         raise ConfigurationError(
             f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save"
@@ -125,6 +129,17 @@ def load_checkpoint(
         options=StateDictOptions(strict=strict and not ignore_frozen, ignore_frozen_params=ignore_frozen),
     )
     return dict(state["extra"])
+
+
+def _refuse_divided(model: nn.Module) -> None:
+    """A plan's pieces are plain tensors, of which DCP would keep one rank's as if it were the whole."""
+    for name, parameter in model.named_parameters():
+        attached = attached_layout(parameter)
+        if attached is not None and attached.shard_groups:
+            raise UnsupportedError(
+                f"parameter {name} is divided over {attached.layout.shard_axes} by a sharding plan, which checkpoints "
+                "do not support yet; gather it (hp_plugin.core.layout.attached_layout tells its place) and save that"
+            )
 
 
 def _parameter_names(model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> set[str]:

@@ -126,6 +126,11 @@ class _Planner:
                 "config.output_router_logits is set: the auxiliary loss would be computed from logits whose gradient "
                 "is a partial sum, and count once per rank. Unset it, or replicate the experts' blocks."
             )
+        if self.sequence and any(roles.is_transposed_linear(module) for module in self.modules.values()):
+            raise UnsupportedError(
+                "sequence_parallel: GPT-2 gives what its layers return the shape of its own input, so the stream "
+                "between its layers cannot be divided; plan without sequence_parallel."
+            )
         for name, module in self.modules.items():
             if isinstance(module, nn.MultiheadAttention) and not self._is_replicated(name):
                 raise UnsupportedError(

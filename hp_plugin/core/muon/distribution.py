@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hp_plugin.core.layout import Layout, Segment
+from hp_plugin.core.layout import Layout, Segment, attached_layout
 from hp_plugin.core.muon.blocks import Block, MatrixView
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -53,7 +53,17 @@ class Distribution:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, *, process_group: dist.ProcessGroup | None = None) -> Distribution | None:
-        """The distribution of a `DTensor`; of a plain tensor, that of replicas over `process_group`, else None."""
+        """The distribution of a `DTensor`; of a plain tensor, that of replicas over `process_group`, else None.
+
+        Raises:
+            UnsupportedError: A sharding plan has cut the parameter; alone, its pieces would be taken for matrices.
+        """
+        attached = attached_layout(parameter)
+        if attached is not None and attached.shard_groups:
+            raise UnsupportedError(
+                f"a matrix of shape {attached.layout.global_shape} is divided over {attached.layout.shard_axes} by a "
+                "sharding plan, which Muon cannot put together yet; train it with AdamW, or pass its distribution"
+            )
         if isinstance(parameter, DTensor):
             return cls.on_mesh(Layout.from_dtensor(parameter), parameter.device_mesh)
         if process_group is None:
