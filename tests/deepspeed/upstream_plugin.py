@@ -1,0 +1,167 @@
+"""The pytest plugin, and the hook in rank processes, by which DeepSpeed's own tests run on our engine.
+
+`tests.deepspeed.upstream` loads this with `-p` and appends a call of `adopt` to its copy of `unit/common.py`, which
+every test process imports. Everything is told through environment variables, as ranks are started by a fork server.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ENGINE = "UPSTREAM_ENGINE"
+"""`hyperfsdp`; `stage3`: DeepSpeed's engine with every ZeRO stage set to 3; `stock`: the tests as they are."""
+RESULTS = "UPSTREAM_RESULTS"
+"""The file to which one line of JSON is appended per test."""
+TEST_SECONDS = "UPSTREAM_TEST_SECONDS"
+"""After so many seconds the ranks of a test are ended and it has failed."""
+GRACE_SECONDS = 10.0
+"""After one rank has failed, the others have so long to say why they fail too; then they wait for it forever."""
+
+
+# ---------------------------------------------------------------- in the process of pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets ranks start from a process that has torch and DeepSpeed imported."""
+    preload = ["torch", "deepspeed"]
+    multiprocessing.set_forkserver_preload(preload if os.environ[ENGINE] != "hyperfsdp" else [*preload, "hp_plugin"])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Appends the outcome of a test: its name, "passed", "failed" or "skipped", and why."""
+    if report.when != "call" and report.outcome == "passed":
+        return
+    reason = ""
+    if isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+    elif report.longrepr is not None:
+        reason = report.longreprtext
+    line = {"test": report.nodeid, "outcome": report.outcome, "reason": reason}
+    with Path(os.environ[RESULTS]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+# ---------------------------------------------------------------- in every process that imports unit.common
+
+
+def adopt(common: ModuleType | SimpleNamespace) -> None:
+    """Gives the tests' launcher our way to start and end ranks, and `deepspeed.initialize` our block."""
+    common.DistributedExec._launch_procs = _launch
+    engine = os.environ[ENGINE]
+    if engine == "hyperfsdp":
+        import hp_plugin.deepspeed  # noqa: F401  # it installs itself
+    import deepspeed
+
+    if engine != "stock" and not hasattr(deepspeed.initialize, "__wrapped__"):
+        deepspeed.initialize = _with_our_configuration(deepspeed.initialize)
+
+
+def _with_our_configuration(initialize: Any) -> Any:
+    @functools.wraps(initialize)
+    def wrapped(*positional: Any, **keywords: Any) -> Any:
+        for name in ("config", "config_params"):
+            if keywords.get(name) is not None:
+                keywords[name] = changed(keywords[name])
+                return initialize(*positional, **keywords)
+        arguments: Any = keywords.get("args", positional[0] if positional else None)
+        if isinstance(path := getattr(arguments, "deepspeed_config", None), (str, Path)):
+            arguments = copy.copy(arguments)
+            arguments.deepspeed_config = None
+            keywords["args"], positional = arguments, positional[1:] if positional else ()
+            keywords["config"] = changed(path)
+        return initialize(*positional, **keywords)
+
+    return wrapped
+
+
+def changed(config: Any) -> Any:
+    """`config`, a dict or the path of a file, at ZeRO stage 3 and for our engine with the block; a copy."""
+    if not isinstance(config, Mapping):
+        if not Path(config).is_file():
+            return config  # what the test expects of it is up to DeepSpeed
+        # DeepSpeed reads it so: with comments, and no key twice.
+        from deepspeed.runtime import config as own
+
+        with Path(config).open(encoding="utf-8") as file:
+            config = own.hjson.load(file, object_pairs_hook=own.dict_raise_error_on_duplicate_keys)
+    config = copy.deepcopy(dict(config))
+    config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 3}
+    if os.environ[ENGINE] == "hyperfsdp":
+        import torch.distributed as dist
+
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        # Four ranks are two supernodes of two; fewer are one supernode, so that weights are split at all.
+        config["hyperfsdp"] = {"supernode_size": ranks // 2 if ranks > 2 and ranks % 2 == 0 else ranks}
+    return config
+
+
+def _launch(test: Any, num_procs: int, init_method: str) -> None:
+    """Runs the ranks of one test; replaces a pool that waits for all of them after one has failed."""
+    test.reuse_dist_env = test.non_daemonic_procs = False
+    context = multiprocessing.get_context("forkserver")
+    pipes, processes = [], []
+    for rank in range(num_procs):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(theirs, test, rank, num_procs, init_method))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    told = _listen(dict(enumerate(pipes)))
+    for pipe, process in zip(pipes, processes):
+        if process.is_alive() and len(told) < num_procs:
+            process.kill()
+        pipe.close()  # lets a rank that has finished go
+    for process in processes:
+        process.join(10.0)
+    errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in sorted(told.items()) if kind == "error"]
+    if errors:
+        pytest.fail("\n".join(errors), pytrace=False)
+    if len(told) < num_procs:
+        pytest.fail(f"hung: of {num_procs} ranks, {sorted(told)} finished", pytrace=False)
+    if skips := [text for kind, text in told.values() if kind == "skip"]:
+        pytest.skip(skips[0])
+
+
+def _listen(pipes: dict[int, Connection]) -> dict[int, tuple[str, str]]:
+    """What each rank says at its end; ranks that say nothing in time are missing."""
+    told: dict[int, tuple[str, str]] = {}
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in pipes.items()}
+    deadline = time.monotonic() + float(os.environ[TEST_SECONDS])
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        ready: list[Any] = wait(list(waiting), timeout=left)
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                told[rank] = pipe.recv()
+            except EOFError:
+                told[rank] = ("error", "the process died")
+            if told[rank][0] == "error":
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return told
+
+
+def _rank(pipe: Connection, test: Any, rank: int, num_procs: int, init_method: str) -> None:
+    """The process of one rank. It stays until all have finished, so that no peer loses a connection early."""
+    try:
+        message = test._dist_run(rank, num_procs, "29500", init_method)
+        pipe.send(("skip", message) if message else ("passed", ""))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    try:
+        pipe.recv()
+    except EOFError:
+        os._exit(0)
