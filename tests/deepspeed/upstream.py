@@ -84,6 +84,8 @@ FILES = (
     "profiling/flops_profiler/test_flops_profiler.py",
 )
 _OURS = re.compile(r"hp_plugin\.errors\.(?:UnsupportedError|ConfigurationError): (.*)")
+_ASSERTED = re.compile(r"^E +(\S.*)", re.MULTILINE)
+_FAILING_LINE = re.compile(r'^  File "[^"]*", line \d+, in \w+\n(.*)', re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?:E +)?([\w.]*(?:Error|Exception|Failed)\b.*)", re.MULTILINE)
 
 
@@ -101,8 +103,13 @@ class Outcome:
         if kind == "failed":
             if found := _OURS.search(text):
                 return cls("refused", found[1])
+            if asserted := _ASSERTED.findall(text):
+                return cls(kind, " ".join(asserted[:2]))
             found = _EXCEPTION.search(text)
-            return cls(kind, found[1] if found else text.strip().splitlines()[-1])
+            reason = found[1] if found else text.strip().splitlines()[-1]
+            # A bare assertion says nothing; the line of the test that made it does.
+            lines = _FAILING_LINE.findall(text[: found.start()] if found else text)
+            return cls(kind, f"{reason} {lines[-1].strip()}" if lines and reason == "AssertionError" else reason)
         return cls(kind, text.removeprefix("Skipped: ").strip())
 
 
