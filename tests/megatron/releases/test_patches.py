@@ -173,7 +173,8 @@ def test_a_patched_megatron_trains_without_the_launcher_as_with_it(corpus: list[
         return done.stdout
 
     without, launcher = [str(Path(patched_job.__file__))], ["-m", "hp_plugin.megatron"]
-    ours = run(without, patched, "--use-hyperfsdp", "--hyperfsdp-supernode-size", "2", "--save", str(tmp_path / "ckpt"))
+    saving = ("--save", str(tmp_path / "ckpt"), "--save-interval", "6")
+    ours = run(without, patched, "--use-hyperfsdp", "--hyperfsdp-supernode-size", "2", *saving)
     assert "taken over by Routes" in ours
     assert "hyperfsdp iteration 6" in ours
     stock = run(without, patched)

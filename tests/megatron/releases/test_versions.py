@@ -29,19 +29,6 @@ TIME_LIMIT_S = 500.0
 LATER_NORM_TOLERANCE = 5e-6
 """With 0.12.1 on torch 2.7.1 up to 2.9e-6 after 12 steps, from the order of sums; losses differ by less than 2e-6."""
 
-_INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
-RELEASE_JOBS = {
-    # The overlapped exchange of 0.12 between stages sends garbage on CPU (NaN in stock too); the other needs 4 stages.
-    (0, 12): [
-        Job(
-            "pp4-interleaved",
-            f"--num-layers 8 --pipeline-model-parallel-size 4 {_INTERLEAVED} --no-overlap-p2p-communication",
-        )
-    ]
-}
-"""Jobs of one release."""
-LEFT_OUT = {(0, 12): {"pp2-interleaved"}}
-
 NAMES = (
     "dp2",
     "dp4-supernodes-of-2",
@@ -69,9 +56,7 @@ NAMES = (
 def jobs_to_run() -> list[Any]:
     if checkout.reason_to_skip() is not None:
         return [pytest.param(None, id="no-checkout")]
-    series = checkout.series()
-    common = [job for job in JOBS if job.name in NAMES and job.name not in LEFT_OUT.get(series, set())]
-    return [pytest.param(job, id=job.name) for job in (*common, *RELEASE_JOBS.get(series, []))]
+    return [pytest.param(job, id=job.name) for job in JOBS if job.name in NAMES]
 
 
 @pytest.mark.parametrize("job", jobs_to_run())
