@@ -10,6 +10,7 @@ from hp_plugin.core.dtensor.placement import AxisPlacement, shard
 from hp_plugin.core.dtensor.plan import InputSpec, ModuleSpec, OutputSpec, ParameterSpec, ShardingPlan
 from hp_plugin.core.dtensor.planner import plan_transformer
 from hp_plugin.core.dtensor.report import Comparison, PlanMismatchError, ValidationReport
+from hp_plugin.core.dtensor.torch_styles import plan_from_styles
 from hp_plugin.core.dtensor.validate import validate
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "apply_plan",
     "check_plan",
     "loss_function",
+    "plan_from_styles",
     "plan_transformer",
     "shard",
     "validate",

@@ -214,6 +214,12 @@ def input_positions(module: nn.Module, name: str, spec: ModuleSpec) -> dict[str,
     return positions
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """The names of the arguments of `forward` that a call may give by position, in order."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
 def output_key(name: str) -> int | str | None:
     """How an output of the plan is found in what a module returns."""
     if name == "output":
