@@ -13,7 +13,9 @@ import pytest
 
 from tests.megatron import public_bugs, wrapped
 from tests.megatron.cases import FP32_TOLERANCE
+from tests.megatron.checkpoints.jobs import SavedJobs
 from tests.megatron.checkpoints.test_checkpoint import HALF, PP, Jobs, assert_continues, assert_same_weights, ours
+from tests.megatron.checkpoints.test_experts import EP2, EXPERTS
 from tests.support import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -64,6 +66,16 @@ def test_layers_keep_their_places_when_the_pipeline_changes(corpus: list[str], t
     loaded = jobs.run(ours(2, 1, PP), load=("whole", 2 * HALF))
     again = jobs.run(ours(2, 1, PP), load=("whole", 2 * HALF))
     assert_same_weights(loaded, again)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_expert_parallel_jobs_save_and_resume(corpus: list[str], tmp_path: Path) -> None:
+    """Issue 1769: saving a Megatron-FSDP job with expert parallelism failed. (Other expert-parallel sizes, and
+    stock as the reader, are in `checkpoints/test_experts.py`.)
+    """
+    jobs, saver = SavedJobs(corpus, tmp_path), ours(4, 2, EP2)
+    assert_continues(jobs.saved(EXPERTS, saver), jobs.resumed(EXPERTS, saver, saver), HALF, FP32_TOLERANCE)
 
 
 def test_checkpoints_need_megatron_core_alone() -> None:
