@@ -61,7 +61,7 @@ def check(ranks: int, **options: Any) -> ValidationReport:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("experts", marks=pytest.mark.full)])
 def test_two_tensor_parallel_ranks_equal_one(name: str, sequence_parallel: bool) -> None:
     check(2, shape=SHAPES[name], dp=1, tp=2, sequence_parallel=sequence_parallel, loss_parallel=sequence_parallel)
 
