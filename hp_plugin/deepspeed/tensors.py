@@ -1,4 +1,4 @@
-"""DeepSpeed's `safe_get_full_*` and `safe_set_full_*`, which learn to recognise our parameters."""
+"""DeepSpeed's `safe_*` functions: those on full values know our parameters, those on flat partitions refuse them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import deepspeed.utils
 import torch
 
 from hp_plugin.deepspeed import access
-from hp_plugin.errors import ConfigurationError
+from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 
 def _get_param(param: torch.Tensor) -> torch.Tensor:
+    # Of a frozen parameter too, for which ZeRO has no fp32 value and gives None.
     return access.full_value(param)
 
 
@@ -55,15 +56,31 @@ _OURS: dict[str, Callable[..., Any]] = {
     "safe_set_full_grad": _set_grad,
 }
 
+_VECTORIZED = "safe_update_full_grad_vectorized"
+_LOCAL = (
+    "safe_get_local_fp32_param",
+    "safe_set_local_fp32_param",
+    "safe_get_local_optimizer_state",
+    "safe_set_local_optimizer_state",
+    "safe_get_local_grad",
+    "safe_set_local_grad",
+)
+
 
 def install() -> Callable[[], None]:
     """Replaces the functions where DeepSpeed exports them; returns what puts them back."""
     # The name in deepspeed.utils is a class; this is the module of the same name.
     places = (importlib.import_module("deepspeed.utils.tensor_fragment"), deepspeed.utils)
-    originals = {name: getattr(places[0], name) for name in _OURS}
-    for name, ours in _OURS.items():
+    # Releases differ in which of the others they have.
+    names = [*_OURS, *(name for name in (*_LOCAL, _VECTORIZED) if hasattr(places[0], name))]
+    originals = {name: getattr(places[0], name) for name in names}
+    for name, original in originals.items():
+        if name == _VECTORIZED:
+            ours = _vectorized(original)
+        else:
+            ours = _for_ours(_OURS.get(name) or _refusal(name), original)
         for place in places:
-            setattr(place, name, _for_ours(ours, originals[name]))
+            setattr(place, name, ours)
 
     def undo() -> None:
         for name, original in originals.items():
@@ -77,5 +94,28 @@ def _for_ours(ours: Callable[..., Any], original: Callable[..., Any]) -> Callabl
     @functools.wraps(original)
     def function(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (ours if access.is_ours(param) else original)(param, *args, **kwargs)
+
+    return function
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{name} works on the flat partition of a ZeRO-3 parameter, which HyperFSDP does not have; use "
+            f"{name.replace('_local_', '_full_')}, which every rank calls with or for the full value."
+        )
+
+    return refuse
+
+
+def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(param_list: Any, update_func: Callable[..., torch.Tensor]) -> Any:
+        parameters = list(param_list)
+        for param in filter(access.is_ours, parameters):
+            if param.grad is not None:
+                access.write_full(param.grad, update_func(access.full_value(param.grad), param))
+        others = [param for param in parameters if not access.is_ours(param)]
+        return original(others, update_func) if others else None
 
     return function

@@ -60,8 +60,15 @@ def read_and_write_full_values(*, supernode_size: int) -> None:
     engine.backward(loss)
     gradient = safe_get_full_grad(kept)
     assert not isinstance(gradient, DTensor) and gradient.shape == kept.shape and float(gradient.norm()) > 0
+    # The function is given full plain gradients: a plain result that depends on the whole fits them.
+    deepspeed.utils.safe_update_full_grad_vectorized([kept], lambda g, _: g + torch.ones(kept.shape) * g.flatten()[-1])
+    assert torch.equal(safe_get_full_grad(kept), gradient + gradient.flatten()[-1])
+    assert "use safe_get_full_grad" in told(lambda: deepspeed.utils.safe_get_local_grad(kept))
     safe_set_full_grad(kept, 2.0 * gradient)
     assert torch.equal(safe_get_full_grad(kept), 2.0 * gradient)
+    kept.requires_grad_(False)
+    assert torch.equal(safe_get_full_fp32_param(kept), before["head.weight"])  # ZeRO gives None for frozen ones
+    kept.requires_grad_(True)
     engine.step()
     moment = safe_get_full_optimizer_state(kept, "exp_avg")
     torch.testing.assert_close(moment, 0.1 * 2.0 * gradient)  # AdamW saw what was written

@@ -91,7 +91,7 @@ _EXCEPTION = re.compile(r"^(?:E +)?([\w.]*(?:Error|Exception|Failed)\b.*)", re.M
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test: "passed", "failed", "refused" or "skipped", and the reason in one line."""
+    """What became of one test: "passed", "failed", "refused" or "skipped"; or of a file: "unfinished"; and why."""
 
     kind: str
     reason: str
@@ -168,8 +168,8 @@ def run_file(file: str, unit: Path, options: argparse.Namespace) -> list[dict[st
         if code not in (0, 1, 5):
             output.seek(0)
             what = f"ended with {code}" if code is not None else f"was ended after {options.file_seconds} s"
-            reason = f"Error: pytest {what}: {' | '.join(output.read().strip().splitlines()[-3:])}"
-            reported.append({"test": f"unit/{file}", "outcome": "failed", "reason": reason})
+            reason = f"pytest {what}: {' | '.join(output.read().strip().splitlines()[-3:])}"
+            reported.append({"test": f"unit/{file}", "outcome": "unfinished", "reason": reason})
     return reported
 
 
@@ -177,14 +177,14 @@ def summary(file: str, outcomes: list[Outcome]) -> str:
     """The counts of one file in a line, and under it the reasons with theirs."""
     kinds = collections.Counter(outcome.kind for outcome in outcomes)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("passed", "failed", "refused", "skipped"))
-    lines = [f"{file}: {len(outcomes)} tests, {counts}"]
+    lines = [f"{file}: {len(outcomes) - kinds['unfinished']} tests, {counts}"]
     reasons = collections.Counter((o.kind, o.reason[:300]) for o in outcomes if o.kind != "passed")
     lines += [f"    {count} {kind}: {reason}" for (kind, reason), count in sorted(reasons.items())]
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Runs the files and prints their lines; 1 where a test failed."""
+    """Runs the files and prints their lines; 1 where a test failed or a file did not come to its end."""
     parser = argparse.ArgumentParser(prog="python -m tests.deepspeed.upstream", description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
@@ -205,7 +205,7 @@ def main() -> int:
             if options.results:
                 with options.results.open("a", encoding="utf-8") as results:
                     results.writelines(json.dumps({"engine": options.engine, **line}) + "\n" for line in reported)
-            has_failed = has_failed or any(outcome.kind == "failed" for outcome in outcomes)
+            has_failed = has_failed or any(outcome.kind in ("failed", "unfinished") for outcome in outcomes)
     return int(has_failed)
 
 
