@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hp_plugin.convert.contents import Contents, StateValue, Stored
+from hp_plugin.convert.saving import save
 from hp_plugin.errors import ConfigurationError
 
 FOLDER = "hyperfsdp"
@@ -173,7 +174,7 @@ class _Writer(dcp.FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
                 else:
-                    torch.save(data.detach().contiguous(), stream)
+                    save(data.detach().contiguous(), stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
         done: Future[list[WriteResult]] = Future()

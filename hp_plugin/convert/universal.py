@@ -16,6 +16,7 @@ import torch
 
 from hp_plugin.convert import pickles
 from hp_plugin.convert.contents import Contents, Stored, number, of_tensor
+from hp_plugin.convert.saving import save
 from hp_plugin.convert.zero import COUNTERS, OWN_KEYS
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -191,4 +192,4 @@ def _version() -> str:
 
 
 def _save(value: Any, path: Path) -> None:
-    torch.save(value, path)
+    save(value, path)
