@@ -45,19 +45,19 @@ def write(contents: Contents, folder: Path) -> None:
     for name, stored in contents.weights.items():
         place = partial / "zero" / name
         place.mkdir()
-        _save({"param": stored.as_dtype(torch.float32).read(), "cat_dim": 0}, place / "fp32.pt")
+        save({"param": stored.as_dtype(torch.float32).read(), "cat_dim": 0}, place / "fp32.pt")
         state = contents.state.get(name, {})
         if name in contents.frozen:
             continue
         for key in _MOMENTS:
             value = state.get(key)
             moment = value.read() if isinstance(value, Stored) else torch.zeros(stored.shape)
-            _save({"param": moment, "cat_dim": 0}, place / f"{key}.pt")
+            save({"param": moment, "cat_dim": 0}, place / f"{key}.pt")
         step = number(state.get("step", 0.0))
         steps.add(step)
-        _save(torch.tensor(step), place / "step.pt")
-    _save(_optimizer(contents, max(steps, default=0.0)), partial / "zero" / "optimizer_state.pt")
-    _save(_model(contents), partial / _MODEL_FILES[0])
+        save(torch.tensor(step), place / "step.pt")
+    save(_optimizer(contents, max(steps, default=0.0)), partial / "zero" / "optimizer_state.pt")
+    save(_model(contents), partial / _MODEL_FILES[0])
     shutil.copyfile(partial / _MODEL_FILES[0], partial / _MODEL_FILES[1])
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -189,7 +189,3 @@ def _version() -> str:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         return _OLDEST
-
-
-def _save(value: Any, path: Path) -> None:
-    save(value, path)
