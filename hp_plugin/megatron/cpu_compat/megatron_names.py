@@ -55,6 +55,14 @@ def load_without_transformer_engine(ledger: Ledger) -> None:
     ledger.replace(checkpointing, "is_te_min_version", lambda *args, **kwargs: True, area=AREA)  # asks for nothing
 
 
+def route_without_transformer_engine(ledger: Ledger) -> None:
+    """0.16 asks whether its router may use Transformer Engine by a name that exists only where that is installed."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        ledger.replace(moe_utils, "te_general_gemm", None, area=AREA)
+
+
 def mark_sequence_parallel_norms(ledger: Ledger) -> None:
     """Let torch's norms work under ``--sequence-parallel``.
 
@@ -140,6 +148,7 @@ STEPS: dict[tuple[int, int], tuple[Callable[[Ledger], None], ...]] = {
         skip_fused_kernels,
         allow_no_cuda,
         mark_sequence_parallel_norms,
+        route_without_transformer_engine,
         stage_saved_tensors,
     ),
     (0, 17): _NEWEST,
