@@ -209,8 +209,9 @@ def refusals() -> None:
     optimizer.zero_grad()
     optimizer.add_param_group({"params": [("added", added)], "algorithm": "muon"})
 
-    if TORCH < (2, 8):  # FSDP2 averages on gloo with a reduction that gloo does not have
-        return
+
+def refusals_of_another_engine() -> None:
+    mesh = make_mesh(2, 1)
     from torch.distributed.fsdp import fully_shard as stock
 
     torch.manual_seed(7)
@@ -224,6 +225,11 @@ def refusals() -> None:
 
 def test_what_cannot_be_done_is_refused() -> None:
     run_ranks(2, refusals)
+
+
+@pytest.mark.skipif(TORCH < (2, 8), reason="FSDP2 averages on gloo with a reduction that gloo does not have")
+def test_shards_of_another_engine_are_refused() -> None:
+    run_ranks(2, refusals_of_another_engine)
 
 
 def test_one_replica_has_nothing_to_save() -> None:
