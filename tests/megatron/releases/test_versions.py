@@ -26,10 +26,11 @@ pytestmark = [
 ]
 
 TIME_LIMIT_S = 500.0
-LATER_NORM_TOLERANCE = 1e-5
-"""Losses differ by less than 2e-6, and so do most norms. The twelfth of 0.12.1 on torch 2.7.1 magnifies the order of
-sums: stock on 1, 2 and 4 ranks differs from itself by up to 2.7e-6 there and by 1e-7 before, ours from one process by
-2.7e-6 and from stock by up to 7.1e-6."""
+LATER_NORM_TOLERANCE = 5e-6
+"""Of gradient norms after the first, from the order of sums; losses differ by less than 2e-6."""
+TWELFTH_NORM_TOLERANCE = {(0, 12): 1e-5}
+"""The twelfth step of 0.12.1 on torch 2.7.1 magnifies that order: stock on 1, 2 and 4 ranks differs from itself by
+up to 2.7e-6 there and by 1e-7 before, ours from one process by 2.7e-6 and from stock by up to 7.1e-6."""
 
 NAMES = (
     "dp2",
@@ -75,18 +76,26 @@ def test_hyperfsdp_trains_as_the_releases_own_ddp_does(job: Job, corpus: list[st
         norms = {first: expected.norms[first]}, {first: found.norms[first]}
         assert_same_series(f"first gradient norm on rank {rank}", *norms, job.tolerance)
         tolerance = job.norm_tolerance or LATER_NORM_TOLERANCE
-        assert_same_series(f"gradient norm on rank {rank}", expected.norms, found.norms, tolerance)
-        assert_same_logged(expected, found, counts_zeros="--log-num-zeros-in-grad" in job.stock_arguments)
+        for iterations, limit in (
+            (range(1, 12), tolerance),
+            ((12,), max(tolerance, TWELFTH_NORM_TOLERANCE.get(checkout.series(), 0))),
+        ):
+            norms = ({i: run.norms[i] for i in iterations} for run in (expected, found))
+            assert_same_series(f"gradient norm on rank {rank}", *norms, limit)
+        assert_same_logged(expected, found, job)
         assert_same_weights(rank, expected.weights, found.weights, job)
     assert all("parse_args" in name for name in stock_run[0].rebound)
     assert len(our_run[0].rebound) > len(stock_run[0].rebound)
 
 
-def assert_same_logged(expected: Run, found: Run, *, counts_zeros: bool) -> None:
+def assert_same_logged(expected: Run, found: Run, job: Job) -> None:
     """Zeros in the gradients and the norm of the parameters. 0.12 counts zeros even where nobody asks; ours do not."""
+    asked = "--log-num-zeros-in-grad" in job.stock_arguments
     for iteration, (zeros, norm) in expected.logged.items():
-        if counts_zeros:
+        if asked or checkout.series() != (0, 12):
             assert found.logged[iteration][0] == zeros
+        else:
+            assert not found.logged[iteration][0]
         assert found.logged[iteration][1] == (None if norm is None else pytest.approx(norm, rel=1e-6))
 
 
