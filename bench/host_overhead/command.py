@@ -6,17 +6,17 @@ import statistics
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench import paired
 from bench.host_overhead.model import Size
+from bench.host_overhead.planned_model import PLAN_SIZE
+from bench.host_overhead.plans import PlanEngine, PlanVariant, build_planned, make_planned_input, plan_variants
 from bench.host_overhead.steady import MODES, dtensors_of_a_step
 from bench.host_overhead.timing import RoundTime, measure
 from bench.host_overhead.variants import WORLD_SIZE, Engine, Variant, all_variants, build, fake_ranks, make_input
 from bench.report import Report, say
-
-NOT_BUILT = ("plan_vs_handwritten_tp", "plan_vs_dtensor")
-"""Keys that need sharding plans, which the project does not have yet."""
 
 
 def benchmark(*, quick: bool = False) -> Report:
@@ -27,16 +27,18 @@ def benchmark(*, quick: bool = False) -> Report:
     torch.set_num_threads(1)
     try:
         with fake_ranks() as meshes:
-            say(f"host-overhead: {rounds} rounds of {steps} steps, {len(all_variants())} variants")
+            say(f"host-overhead: {rounds} rounds of {steps} steps, {len(_variants())} variants")
             models = {str(v): (build(v, meshes, size), make_input(v, size)) for v in all_variants()}
+            models |= _planned(meshes["tp_8"])
             times = measure(models, rounds=rounds, steps=steps)
             counts = {str(v): _dtensor_columns(v, meshes, size) for v in all_variants()}
     finally:
         torch.set_num_threads(threads)
     report = Report("host-overhead", environment=_conditions(size, rounds, steps))
-    report.rows = [_time_row(v, times, size) | counts[str(v)] for v in all_variants()]
+    report.rows = [_time_row(v, times, size) | counts.get(str(v), {}) for v in _variants()]
     report.rounds = [{name: _microseconds(t.cpu, size) for name, t in one.items()} for one in times]
     _add_ratios(report, times)
+    _add_plan_ratios(report, times)
     report.notes = _notes()
     return report
 
@@ -50,7 +52,20 @@ def _conditions(size: Size, rounds: int, steps: int) -> dict[str, Any]:
         "rounds": rounds,
         "steps_per_round": steps,
         "threads": 1,
-        "not_built": list(NOT_BUILT),
+        "plan_dim": PLAN_SIZE.dim,
+        "plan_tokens": PLAN_SIZE.tokens,
+    }
+
+
+def _variants() -> list[Variant | PlanVariant]:
+    return [*all_variants(), *plan_variants()]
+
+
+def _planned(mesh: DeviceMesh) -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """The variants on plans; they have as many layers as the others."""
+    return {
+        str(v): (build_planned(v, mesh, PLAN_SIZE), make_planned_input(v, PLAN_SIZE, mesh.size()))
+        for v in plan_variants()
     }
 
 
@@ -58,7 +73,7 @@ def _microseconds(seconds: float, size: Size) -> float:
     return round(seconds / size.layers * 1e6, 1)
 
 
-def _time_row(variant: Variant, times: list[dict[str, RoundTime]], size: Size) -> dict[str, Any]:
+def _time_row(variant: Variant | PlanVariant, times: list[dict[str, RoundTime]], size: Size) -> dict[str, Any]:
     own = [one[str(variant)] for one in times]
     return {
         "variant": str(variant),
@@ -98,6 +113,22 @@ def _add_ratios(report: Report, times: list[dict[str, RoundTime]]) -> None:
     report.add_ratio("fsdp_vs_fsdp2_wall", max(elapsed, key=lambda series: paired.quartiles(series)[2]))
 
 
+def _add_plan_ratios(report: Report, times: list[dict[str, RoundTime]]) -> None:
+    """As the other keys: the worst condition is the headline."""
+    pairs: list[tuple[str, PlanEngine]] = [
+        ("plan_vs_handwritten_tp", "handwritten"),
+        ("plan_vs_dtensor", "dtensor"),
+        ("plan_vs_compute", "compute"),
+    ]
+    cpu = [{name: t.cpu for name, t in one.items()} for one in times]
+    conditions = [v for v in plan_variants() if v.engine == "plan"]
+    for key, peer in pairs:
+        found = {v: paired.ratios(cpu, str(v), str(v.peer(peer))) for v in conditions}
+        report.add_ratio(key, max(found.values(), key=lambda series: paired.quartiles(series)[2]))
+        for variant, series in found.items():
+            report.add_ratio(f"{key}_{'sequence' if variant.sequence else 'whole'}", series)
+
+
 def _notes() -> list[str]:
     measured = (
         "Times are microseconds per layer. Ratios are of the least CPU time of a step in a round, all threads of the "
@@ -109,4 +140,8 @@ def _notes() -> list[str]:
         "dtensor operations: most of the three."
     )
     fake = "The fake process group moves nothing between ranks but fills outputs by local copies of tiny tensors."
-    return [measured, counted, fake, f"{' and '.join(NOT_BUILT)}: not built; there are no sharding plans yet."]
+    plans = (
+        "plan, handwritten and dtensor are one model of the same layers, divided over 8 ranks by a sharding plan, by "
+        "collectives in its forwards, by torch's parallelize_module; compute is one rank's part of it alone."
+    )
+    return [measured, counted, fake, plans]

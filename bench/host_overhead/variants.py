@@ -62,10 +62,11 @@ def fake_ranks() -> Iterator[dict[str, DeviceMesh]]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     try:
-        yield {
+        meshes = {
             name: init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
             for name, shape in MESHES.items()
         }
+        yield meshes | {"tp_8": init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("tp",))}
     finally:
         dist.destroy_process_group()
 

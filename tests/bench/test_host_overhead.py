@@ -44,13 +44,13 @@ def test_counter_sees_planted_dtensors() -> None:
 def _check_steady_steps(mode: str) -> None:
     from bench.host_overhead.model import Size
     from bench.host_overhead.steady import dtensors_of_a_step
-    from bench.host_overhead.variants import Variant, build, fake_ranks, make_input
+    from bench.host_overhead.variants import MESHES, Variant, build, fake_ranks, make_input
     from bench.transports import transport_of
     from hp_plugin.core.fsdp.root import unit_of
 
     size = Size(layers=2)
     with fake_ranks() as meshes:
-        for mesh in meshes:
+        for mesh in MESHES:
             for mixed in (False, True):
                 ours = Variant("ours", mesh, mixed)
                 model = build(ours, meshes, size)
@@ -108,4 +108,73 @@ def test_the_headline_is_the_worst_condition() -> None:
     assert report.ratios["fsdp_vs_fsdp2_fsdp_8_fp32"] == 0.5
     assert report.ratios["fsdp_vs_plain"] == 3.0
     assert report.ratios["fsdp2_vs_plain"] == 4.0
-    assert "plan_vs_dtensor" not in report.ratios
+
+
+def _check_planned_engines() -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from bench.host_overhead.dtensors import count_dtensors
+    from bench.host_overhead.model import Size
+    from bench.host_overhead.planned_model import make_blocks
+    from bench.host_overhead.plans import build_planned, make_planned_input, plan_variants
+    from hp_plugin.core.topology import Topology, TrafficRecorder
+    from tests.support import init_gloo
+
+    init_gloo()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    size, rank = Size(layers=2, dim=32, heads=4, tokens=4), mesh.get_local_rank()
+    whole, x = make_blocks(size), torch.randn(1, size.tokens, size.dim, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    expected = whole(x)
+    expected.square().sum().backward()
+    calls, dtensors = {}, {}
+    for variant in plan_variants():
+        model = build_planned(variant, mesh, size)
+        assert make_planned_input(variant, size, 2).shape[1] == (2 if variant.sequence else 4) or (
+            variant.engine == "compute"
+        )
+        if variant.engine == "compute":
+            continue
+        piece = (x.detach().chunk(2, 1)[rank] if variant.sequence else x.detach()).clone().requires_grad_()
+        with TrafficRecorder(Topology.from_supernode_size(2, 2)) as recorder, count_dtensors() as count:
+            y = model(piece)
+            y.square().sum().backward()
+        calls[variant], dtensors[variant] = dict(recorder.traffic.calls), count.total
+        out = expected.chunk(2, 1)[rank] if variant.sequence else expected
+        torch.testing.assert_close(y, out, msg=str(variant))
+        assert x.grad is not None
+        torch.testing.assert_close(piece.grad, x.grad.chunk(2, 1)[rank] if variant.sequence else x.grad)
+        weight = whole.layers[0].attention.wo.weight.grad.chunk(2, 1)[rank]  # type: ignore[union-attr, operator]
+        found = model.layers[0].attention.wo.weight.grad  # type: ignore[union-attr, index]
+        found = found.to_local() if variant.engine == "dtensor" else found  # type: ignore[operator]
+        torch.testing.assert_close(found, weight)
+    for variant, count in dtensors.items():
+        assert (count > 0) == (variant.engine == "dtensor"), variant
+        if variant.engine == "plan":
+            assert calls[variant] == calls[variant.peer("handwritten")] != {}, variant
+
+
+def test_plan_handwritten_and_dtensor_compute_the_same() -> None:
+    """And the first two by the same collectives, so that their ratio is that of what runs around them."""
+    run_ranks(2, _check_planned_engines)
+
+
+def test_a_plan_is_judged_by_its_worst_condition() -> None:
+    from bench.host_overhead.command import _add_plan_ratios
+    from bench.host_overhead.plans import plan_variants
+    from bench.host_overhead.timing import RoundTime
+    from bench.report import Report
+
+    seconds = {"compute": 1.0, "handwritten": 2.0, "plan": 2.0, "dtensor": 8.0}
+
+    def round_time(variant: object) -> RoundTime:
+        found = 3.0 if str(variant) == "plan-tp_sequence" else seconds[str(variant).split("-")[0]]
+        return RoundTime(found, found, found)
+
+    report = Report("host-overhead")
+    _add_plan_ratios(report, [{str(v): round_time(v) for v in plan_variants()} for _ in range(4)])
+    assert report.ratios["plan_vs_handwritten_tp"] == 1.5
+    assert report.ratios["plan_vs_handwritten_tp_whole"] == 1.0
+    assert report.ratios["plan_vs_dtensor"] == 0.375
+    assert report.ratios["plan_vs_compute_whole"] == 2.0

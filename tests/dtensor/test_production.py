@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +37,33 @@ from tests.support import init_gloo, run_ranks
 SHAPE = Shape(layers=2, tied=True)
 
 
+@contextlib.contextmanager
+def no_dispatch_to_python() -> Iterator[None]:
+    """Fails if a `__torch_dispatch__` or `__torch_function__` written in Python, of whatever class, is entered."""
+    entered: list[str] = []
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
+            entered.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+    assert not entered, f"dispatched to Python {len(entered)} times, first at {entered[0]}"
+
+
+def test_a_planted_dispatch_is_seen() -> None:
+    class Planted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with pytest.raises(AssertionError, match="dispatched to Python"), no_dispatch_to_python():
+        torch.ones(2).as_subclass(Planted) + 1
+
+
 def planned(shape: Shape = SHAPE, **options: Any) -> tuple[Decoder, DeviceMesh]:
     init_gloo()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -56,7 +86,7 @@ def train_and_count(*, sequence_parallel: bool) -> tuple[list[float], dict[str, 
     model, _ = planned(sequence_parallel=sequence_parallel, loss_parallel=True)
     optimizer = HyperAdamW(model.parameters(), lr=1e-2)
     losses = [step(model, optimizer).item()]
-    with no_dtensor_work():
+    with no_dtensor_work(), no_dispatch_to_python():
         losses += [step(model, optimizer).item() for _ in range(10)]
     assert all(type(p) is nn.Parameter and type(p.data) is torch.Tensor for p in model.parameters())
     with TrafficRecorder(Topology.from_supernode_size(2, 2)) as recorder:

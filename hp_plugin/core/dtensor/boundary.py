@@ -133,33 +133,33 @@ class Boundary:
 
 
 def run_forward(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of a module with a boundary; `forward` is the bound original."""
+    """The forward of a module with a boundary; `forward` is the original, a function of the module first."""
     boundary: Boundary = module._hp_boundary  # type: ignore[assignment]
     if boundary.inputs:
         args, kwargs = boundary.enter(args, kwargs)
     if boundary.lookup is not None:
-        forward = functools.partial(_look_up, module, forward, boundary.lookup)
+        forward = functools.partial(_look_up, forward, boundary.lookup)
     if not boundary.parameters:
-        return boundary.leave(forward(*args, **kwargs))
+        return boundary.leave(forward(module, *args, **kwargs))
     # Straight into the dict: the values are tensors that autograd made, which `nn.Module.__setattr__` refuses.
     parameters: dict[str, Any] = module._parameters
     held = [(attribute, parameters[attribute]) for attribute, _ in boundary.parameters]
     try:
         for attribute, steps in boundary.parameters:
             parameters[attribute] = boundary._run(steps, parameters[attribute], attribute)
-        result = forward(*args, **kwargs)
+        result = forward(module, *args, **kwargs)
     finally:
         for attribute, parameter in held:
             parameters[attribute] = parameter
     return boundary.leave(result)
 
 
-def _look_up(module: nn.Module, forward: Any, line: AxisGroup, ids: torch.Tensor) -> torch.Tensor:
+def _look_up(forward: Any, line: AxisGroup, module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a vocabulary-sharded embedding: those that the rank holds, and zeros for the others."""
     rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]  # check_plan has seen it
     local = ids - line.rank * rows
     elsewhere = (local < 0) | (local >= rows)
-    found: torch.Tensor = forward(local.masked_fill(elsewhere, 0))
+    found: torch.Tensor = forward(module, local.masked_fill(elsewhere, 0))
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
@@ -169,7 +169,7 @@ def planned_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self, functools.partial(cls.forward, self), args, kwargs)
+        return run_forward(self, cls.forward, args, kwargs)
 
     return type(f"Planned{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})
 

@@ -239,7 +239,9 @@ class Step:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Converts `x`. Every rank of the axis must call."""
-        dims = tuple(dim % x.ndim for dim in self.dims) if self.dims else ()
+        if not self.dims:
+            return self.function(x, self.line)
+        dims = tuple(dim % x.ndim for dim in self.dims)
         if len(dims) == 2 and dims[0] == dims[1]:
             return x  # shard(1) and shard(-1) of a tensor with two dims
         for dim in self.divided:
