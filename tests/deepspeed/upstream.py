@@ -29,6 +29,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.deepspeed import upstream_plugin
 
@@ -97,7 +98,7 @@ class Outcome:
     reason: str
 
     @classmethod
-    def of(cls, reported: dict[str, str]) -> Outcome:
+    def of(cls, reported: dict[str, Any]) -> Outcome:
         """Reads a line that `upstream_plugin` wrote."""
         kind, text = reported["outcome"], reported["reason"]
         if kind == "failed":
@@ -128,7 +129,7 @@ def copy_tests(checkout: Path, to: Path) -> Path:
     return to / "unit"
 
 
-def run_file(file: str, unit: Path, options: argparse.Namespace) -> list[dict[str, str]]:
+def run_file(file: str, unit: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs one file in a pytest of its own; returns what was reported of each of its tests, one that hung included."""
     results = unit.parent / "results.jsonl"
     results.write_text("", encoding="utf-8")

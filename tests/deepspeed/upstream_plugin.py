@@ -6,6 +6,7 @@ every test process imports. Everything is told through environment variables, as
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -27,6 +28,15 @@ RESULTS = "UPSTREAM_RESULTS"
 """The file to which one line of JSON is appended per test."""
 TEST_SECONDS = "UPSTREAM_TEST_SECONDS"
 """After so many seconds the ranks of a test are ended and it has failed."""
+PRELOADED = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.module_inject.auto_ep_config",
+    "triton",
+)
+"""What DeepSpeed and torch import late, when an engine is made."""
 GRACE_SECONDS = 10.0
 """After one rank has failed, the others have so long to say why they fail too; then they wait for it forever."""
 
@@ -34,14 +44,15 @@ GRACE_SECONDS = 10.0
 # ---------------------------------------------------------------- in the process of pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Lets ranks start from a process that has torch and DeepSpeed imported."""
-    preload = ["torch", "deepspeed"]
-    multiprocessing.set_forkserver_preload(preload if os.environ[ENGINE] != "hyperfsdp" else [*preload, "hp_plugin"])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets ranks start from a process that has imported what every test does; most of a short test is imports."""
+    modules = dict.fromkeys(item.getparent(pytest.Module).obj.__name__ for item in items)
+    ours = ["hp_plugin.deepspeed.engine"] if os.environ[ENGINE] == "hyperfsdp" else []
+    multiprocessing.set_forkserver_preload([*PRELOADED, *ours, "unit.common", *modules])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Appends the outcome of a test: its name, "passed", "failed" or "skipped", and why."""
+    """Appends the outcome of a test: its name, "passed", "failed" or "skipped", why, and after how long."""
     if report.when != "call" and report.outcome == "passed":
         return
     reason = ""
@@ -49,7 +60,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         reason = report.longrepr[2]
     elif report.longrepr is not None:
         reason = report.longreprtext
-    line = {"test": report.nodeid, "outcome": report.outcome, "reason": reason}
+    line = {"test": report.nodeid, "outcome": report.outcome, "reason": reason, "seconds": round(report.duration, 2)}
     with Path(os.environ[RESULTS]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -60,13 +71,26 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def adopt(common: ModuleType | SimpleNamespace) -> None:
     """Gives the tests' launcher our way to start and end ranks, and `deepspeed.initialize` our block."""
     common.DistributedExec._launch_procs = _launch
+    # Between tests the launcher sleeps for half a second, so that a pool of the next finds its port free.
+    common.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
     engine = os.environ[ENGINE]
+    _remember_the_processor()
     if engine == "hyperfsdp":
         import hp_plugin.deepspeed  # noqa: F401  # it installs itself
     import deepspeed
 
     if engine != "stock" and not hasattr(deepspeed.initialize, "__wrapped__"):
         deepspeed.initialize = _with_our_configuration(deepspeed.initialize)
+
+
+def _remember_the_processor() -> None:
+    """DeepSpeed asks for it whenever it loads a compiled helper, and every answer takes two seconds."""
+    with contextlib.suppress(ImportError):
+        import cpuinfo
+
+        if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+            cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+            cpuinfo.get_cpu_info()
 
 
 def _with_our_configuration(initialize: Any) -> Any:
