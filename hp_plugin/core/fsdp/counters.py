@@ -23,7 +23,8 @@ class WaitCause(str, enum.Enum):
     RING = "ring"
     """The lane waited for a place to write gradients: the ring holds what ranks of the supernode have not added up."""
     WINDOW = "window"
-    """For a buffer beside `.grad`: all that the window allows hold sums that cross between supernodes."""
+    """For a buffer that holds sums that cross between supernodes: all that the window allows do, or those of an earlier
+    backward of the same unit."""
     END_OF_BACKWARD = "end_of_backward"
     """For the reductions that are still under way when the last gradient has been computed."""
 

@@ -124,7 +124,8 @@ class ReductionPipeline:
         """
         bucket = self._bucket_of[unit]
         if unit.is_in_flight:
-            self._finish_until(lambda: not unit.is_in_flight)
+            with self.counters.waiting(WaitCause.WINDOW):
+                self._finish_until(lambda: not unit.is_in_flight)
         self._settle_intra()
         reduction = make()
         self._start_intra(bucket, unit, reduction)
@@ -158,8 +159,11 @@ class ReductionPipeline:
 
         if scattered is not total and not adds:
             self.counters.copied_bytes += total.numel() * total.dtype.itemsize
-        # The collective alone keeps the operands from here on, so that each goes when it is summed.
-        bucket.lane.protect(operands)
+        # The collective alone keeps the operands from here on, so that each goes when it is summed. What was allocated
+        # here and is read on the lane must not be handed out again before.
+        bucket.lane.protect([*operands, *started[0].temporaries] if started else operands)
+        if scattered is not total:
+            bucket.lane.protect([scattered])
         operands.clear()
 
         def complete() -> None:

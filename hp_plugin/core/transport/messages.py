@@ -99,6 +99,7 @@ class PendingOrderedSum(Pending):
         exchanges = zip(self._received, operands)
         works = [group.alltoall_base(received, operand, [], []) for received, operand in exchanges]
         super().__init__(works, [*operands])
+        self.temporaries = self._received
         self._size = group.size()
 
     def wait(self) -> None:

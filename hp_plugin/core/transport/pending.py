@@ -17,14 +17,16 @@ class Pending:
     Attributes:
         operand_bytes: Of an all-gather, bytes of its outputs. Final after `wait`, as:
         copied_bytes: What the transport copied on this rank outside the back end.
+        temporaries: What the transport has allocated where it was called and reads in `wait`, maybe on another stream.
     """
 
-    __slots__ = ("_keep", "_works", "copied_bytes", "operand_bytes")
+    __slots__ = ("_keep", "_works", "copied_bytes", "operand_bytes", "temporaries")
 
     def __init__(self, works: Sequence[Any], keep: Sequence[torch.Tensor]) -> None:
         self._works = works
         self._keep: Sequence[torch.Tensor] = keep
         self.operand_bytes = self.copied_bytes = 0
+        self.temporaries: Sequence[torch.Tensor] = ()
 
     def wait(self) -> None:
         """Makes the results visible: blocks the host on gloo, the current stream on a device. Idempotent."""
@@ -33,6 +35,7 @@ class Pending:
                 work.wait()
         self._works = ()
         self._keep = ()
+        self.temporaries = ()
 
 
 class PendingCopies(Pending):
