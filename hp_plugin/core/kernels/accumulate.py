@@ -1,8 +1,9 @@
 """Scaled accumulation and scaled copy: the cast, the scaling and the sum of a gradient in one pass over memory.
 
-``dst + alpha * src`` with a bfloat16 ``src`` costs torch on CPU three passes and a temporary; the native kernel makes
-one. The reference of each operation stands beside it, is used wherever the native kernel does not apply, and is what
-the tests compare with, bit for bit: products and sums are rounded separately in both.
+``dst + alpha * src`` with a bfloat16 ``src`` costs torch three passes and a temporary; the native kernel on CPU, and
+those that :mod:`hp_plugin.core.kernels.table` has for devices, make one. The reference of each operation stands beside
+it, is used wherever no kernel applies, and is what the tests compare with, bit for bit: products and sums are rounded
+separately in both.
 
 Neither operation is differentiable or recorded by autograd, and both bump the version counter of ``dst``, so that
 autograd notices the write as it notices any other in-place operation.
@@ -16,6 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from hp_plugin.core.kernels import table
 from hp_plugin.core.kernels.native import load_native
 from hp_plugin.core.kernels.operands import are_same_array, is_plain, share_memory
 from hp_plugin.errors import ConfigurationError
@@ -51,7 +53,7 @@ def accumulate_scaled_(dst: Tensor, src: Tensor, alpha: float) -> None:
         ConfigurationError: shapes or devices differ, or a dtype is not a floating-point one.
     """
     _check(dst, src, "accumulate_scaled_")
-    _KERNELS.get(("accumulate_scaled_", dst.device.type), accumulate_scaled_reference)(dst, src, alpha)
+    _KERNELS.get(("accumulate_scaled_", dst.device.type), _device_accumulate_scaled)(dst, src, alpha)
 
 
 def scale_copy_(dst: Tensor, src: Tensor, alpha: float) -> None:
@@ -60,7 +62,7 @@ def scale_copy_(dst: Tensor, src: Tensor, alpha: float) -> None:
     Arguments and errors are those of :func:`accumulate_scaled_`.
     """
     _check(dst, src, "scale_copy_")
-    _KERNELS.get(("scale_copy_", dst.device.type), scale_copy_reference)(dst, src, alpha)
+    _KERNELS.get(("scale_copy_", dst.device.type), _device_scale_copy)(dst, src, alpha)
 
 
 def accumulate_scaled_reference(dst: Tensor, src: Tensor, alpha: float) -> None:
@@ -100,6 +102,34 @@ def _cpu_scale_copy(dst: Tensor, src: Tensor, alpha: float) -> None:
         scale_copy_reference(dst, src, alpha)
 
 
+def _device_accumulate_scaled(dst: Tensor, src: Tensor, alpha: float) -> None:
+    if not _run_on_device("accumulate_scaled_", dst, src, alpha):
+        accumulate_scaled_reference(dst, src, alpha)
+
+
+def _device_scale_copy(dst: Tensor, src: Tensor, alpha: float) -> None:
+    if not _run_on_device("scale_copy_", dst, src, alpha):
+        scale_copy_reference(dst, src, alpha)
+
+
+def _run_on_device(operation: str, dst: Tensor, src: Tensor, alpha: float) -> bool:
+    """Runs the kernel that the table has for these tensors, if they fit it; returns whether it did."""
+    implementation = table.kernels().choose(operation, dst.device.type, dst.dtype)
+    if implementation == "torch" or src.dtype == torch.float64 or not is_plain(dst) or not is_plain(src):
+        return False
+    if share_memory(dst, src) and not are_same_array(dst, src):
+        return False  # torch decides: it refuses, or copies first
+    if implementation == "apex":
+        from hp_plugin.core.kernels import apex
+
+        apex.scale_(dst, src, alpha, accumulate=operation == "accumulate_scaled_")
+    else:
+        from hp_plugin.core.kernels.triton_kernels import launch
+
+        launch.scale_(dst, src, alpha, accumulate=operation == "accumulate_scaled_")
+    return True
+
+
 def _run_native(
     functions: Mapping[tuple[torch.dtype, torch.dtype], str], dst: Tensor, src: Tensor, alpha: float
 ) -> bool:
@@ -128,7 +158,7 @@ def _check(dst: Tensor, src: Tensor, operation: str) -> None:
     )
 
 
-# (operation, device type) -> implementation; the references serve every device type without an entry.
+# (operation, device type) -> implementation; the table of device kernels serves every device type without an entry.
 _KERNELS: Mapping[tuple[str, str], Kernel] = MappingProxyType(
     {
         ("accumulate_scaled_", "cpu"): _cpu_accumulate_scaled,

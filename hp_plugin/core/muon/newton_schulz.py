@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hp_plugin.core.kernels import symmetric_choice, symmetric_product
 from hp_plugin.core.muon.coefficients import Coefficients
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -286,9 +287,10 @@ class NewtonSchulz:
         """The same polynomial in buffers that are used again; x (m, n) or (B, m, n) is overwritten."""
         gram = x.new_empty((*x.shape[:-1], x.shape[-2]))
         update, spare = torch.empty_like(gram), torch.empty_like(x)
+        by = symmetric_choice(x.device.type, x.dtype, x.shape[-2])
         for a, b, c in self.coefficients:
-            torch.matmul(x, x.mT, out=gram)
-            _addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+            _gram_matrix(x, by, out=gram)
+            _commuting(gram, gram, gram, by, beta=b, alpha=c, out=update)
             _addmm(x, update, x, beta=a, out=spare)
             x, spare = spare, x
         return x
@@ -300,7 +302,8 @@ class NewtonSchulz:
         factors commute.
         """
         for segment in _segments(self.coefficients):
-            x = _factor(x @ x.mT, segment) @ x
+            by = symmetric_choice(x.device.type, x.dtype, x.shape[-2])
+            x = _factor(_gram_matrix(x, by), segment) @ x
         return x
 
     @torch.no_grad()
@@ -326,16 +329,17 @@ class NewtonSchulz:
 def _factor(r: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Q with Q X the result of `steps` on X, from R = X X^T: (m, m) or (B, m, m)."""
     q: Tensor | None = None
+    by = symmetric_choice(r.device.type, r.dtype, r.shape[-2])
     for left, (a, b, c) in zip(reversed(range(len(steps))), steps):
-        z = _addmm(r, r, r, beta=b, alpha=c)
+        z = _commuting(r, r, r, by, beta=b, alpha=c)
         if q is None:
             q = z.clone()
             q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            q = _addmm(q, z, q, beta=a)
+            q = _commuting(q, z, q, by, beta=a)
         if left:
-            rz = _addmm(r, z, r, beta=a)
-            r = _addmm(rz, z, rz, beta=a)
+            rz = _commuting(r, z, r, by, beta=a)
+            r = _commuting(rz, z, rz, by, beta=a)
     assert q is not None
     return q
 
@@ -346,6 +350,20 @@ def _segments(coefficients: Sequence[Coefficients]) -> Iterator[Sequence[Coeffic
     while start < len(coefficients):
         yield coefficients[start:end]
         start, end = end, end + _SEGMENT
+
+
+def _gram_matrix(x: Tensor, by: str, *, out: Tensor | None = None) -> Tensor:
+    """X X^T of matrices or of stacks of them, by an implementation of symmetric products."""
+    return torch.matmul(x, x.mT, out=out) if by == "torch" else symmetric_product(x, x, out=out, implementation=by)
+
+
+def _commuting(
+    x: Tensor, left: Tensor, right: Tensor, by: str, *, beta: float, alpha: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """`_addmm` of polynomials of one symmetric matrix: they commute, so the result is symmetric."""
+    if by == "torch":
+        return _addmm(x, left, right, beta=beta, alpha=alpha, out=out)
+    return symmetric_product(left, right, add=x, alpha=alpha, beta=beta, out=out, implementation=by)
 
 
 def _addmm(

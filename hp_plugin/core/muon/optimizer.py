@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
+from hp_plugin.core.kernels import decay_update_
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.muon.agreement import compare_parameters, loads_among
 from hp_plugin.core.muon.blocks import Split
@@ -314,9 +315,8 @@ class HyperMuon(Optimizer):
         scale = scale_factor(group["scale"], *block.block.outputs_and_inputs, extra=group["extra_scale"])
         layer = as_layers(local_tensor(parameter), self.plan.parameters[block.parameter].view)[piece.layer]
         target = read_runs(layer, piece.rows, piece.cols, local=True)
-        if group["weight_decay"]:
-            target.mul_(1 - group["lr"] * group["weight_decay"])
-        target.add_(values, alpha=-group["lr"] * scale)
+        decay = 1 - group["lr"] * group["weight_decay"]
+        decay_update_(target, values, decay, -group["lr"] * scale, exact=group["exact"])
         if len(piece.rows) > 1 or len(piece.cols) > 1:  # then `target` is a copy
             write_runs(layer, piece.rows, piece.cols, target, local=True)
 

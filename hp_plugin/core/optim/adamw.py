@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
+from hp_plugin.core.kernels import AdamOptions, AdamShard, fused_adamw
 from hp_plugin.core.layout import local_tensor
 from hp_plugin.core.transport import announce_update
 from hp_plugin.errors import ConfigurationError, UnsupportedError
@@ -46,6 +47,9 @@ class HyperAdamW(Optimizer):
         weight_decay: decoupled decay, multiplied by `lr`.
         foreach: as of `torch.optim.AdamW`; None leaves the choice to torch.
         fused: as of `torch.optim.AdamW`; None leaves the choice to torch, which is False at present.
+
+    With `foreach` and `fused` both None, a kernel that `HP_KERNELS` switches on for the device takes the place of
+    torch's (`docs/kernels.md`); its results differ in the last digits.
 
     `amsgrad`, `maximize`, `capturable` and `differentiable` do not exist here; a state dict that has one of them on is
     refused.
@@ -163,6 +167,13 @@ def step_adamw(group: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str,
     if not params:
         return
     announce_update(group["params"])
+    if group.get("foreach") is None and group.get("fused") is None:  # the choice is ours
+        shards = [AdamShard(*each) for each in zip(params, grads, exp_avgs, exp_avg_sqs, steps)]
+        options = AdamOptions(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        left = fused_adamw(shards, options)
+        if not left:
+            return
+        params, grads, exp_avgs, exp_avg_sqs, steps = (list(each) for each in zip(*left))
     beta1, beta2 = group["betas"]
     adamw(
         params,

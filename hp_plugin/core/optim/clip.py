@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from hp_plugin.core.kernels import l2_norm
 from hp_plugin.core.layout import attached_layout, is_shard, local_tensor
 from hp_plugin.core.transport import gradient_owner
 from hp_plugin.errors import ConfigurationError
@@ -114,6 +115,8 @@ def _local_part(
     """What this rank adds to the p-th power of the norm (for inf: its largest magnitude), accumulated in `dtype`."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
+    if norm_type == 2.0:
+        return l2_norm(grads, dtype, device) ** 2.0
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(grads, norm_type, dtype=dtype)])
     norm = torch.linalg.vector_norm(norms, norm_type)
     return norm if math.isinf(norm_type) else norm**norm_type
