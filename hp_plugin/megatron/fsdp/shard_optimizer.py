@@ -39,10 +39,8 @@ class ShardOptimizer(MegatronOptimizer):
         model_chunks: The HyperFSDP chunks of this rank.
         parameters: The model's parameters, in the order in which they stand in the optimizer's groups.
         masters: What the optimizer updates for each of them: the parameter itself, or a plain alias of its shard.
-        model_parallel_group: Ranks over which statistics are summed beside the data-parallel mesh.
-        tp_group: Tensor-parallel group, to leave out duplicates.
-        expert_tp_group: The same for experts.
-        mesh: Mesh of all parameters; that of the chunks if None.
+        stock: What stock built for them. It has the ranks over which statistics are summed beside the data-parallel
+            mesh, and the tensor-parallel groups, by which duplicates are left out.
     """
 
     def __init__(
@@ -53,10 +51,7 @@ class ShardOptimizer(MegatronOptimizer):
         model_chunks: list[Any],
         parameters: list[torch.nn.Parameter],
         masters: list[torch.nn.Parameter],
-        model_parallel_group: dist.ProcessGroup,
-        tp_group: dist.ProcessGroup | None,
-        expert_tp_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
+        stock: Any,
     ) -> None:
         super().__init__(optimizer, config)
         self.is_stub_optimizer = optimizer is None
@@ -64,10 +59,10 @@ class ShardOptimizer(MegatronOptimizer):
         self.model_chunks = model_chunks
         self.parameters = parameters
         self.masters = masters
-        self.grad_stats_parallel_group = model_parallel_group
-        self.tp_group = tp_group
-        self.expert_tp_group = expert_tp_group
-        self.mesh: DeviceMesh = model_chunks[0].mesh if mesh is None else mesh
+        self.grad_stats_parallel_group: dist.ProcessGroup = stock.grad_stats_parallel_group
+        self.tp_group: dist.ProcessGroup | None = getattr(stock, "tp_group", None)
+        self.expert_tp_group: dist.ProcessGroup | None = getattr(stock, "expert_tp_group", None)
+        self.mesh = _mesh_of(stock, model_chunks)
         self.device = model_chunks[0].device
         self.grad_scaler = grad_scaler_of(config)
         self.grad_norms_by_group: dict[str, float] = {}
@@ -91,17 +86,7 @@ class ShardOptimizer(MegatronOptimizer):
         else:
             masters = [torch.nn.Parameter(local_tensor(p).detach(), requires_grad=p.requires_grad) for p in parameters]
             optimizer = _plain_torch_optimizer(config, _copied(groups, masters))
-        return cls(
-            optimizer,
-            config,
-            model_chunks=model_chunks,
-            parameters=parameters,
-            masters=masters,
-            model_parallel_group=stock.grad_stats_parallel_group,
-            tp_group=getattr(stock, "tp_group", None),
-            expert_tp_group=getattr(stock, "expert_tp_group", None),
-            mesh=mesh_of(stock, model_chunks),
-        )
+        return cls(optimizer, config, model_chunks=model_chunks, parameters=parameters, masters=masters, stock=stock)
 
     # ---------------------------------------------------------------- gradients
 
@@ -292,7 +277,7 @@ class ShardOptimizer(MegatronOptimizer):
         return [name for name, flag in zip(names, flags.tolist()) if flag]
 
 
-def mesh_of(stock: Any, model_chunks: list[Any]) -> DeviceMesh:
+def _mesh_of(stock: Any, model_chunks: list[Any]) -> DeviceMesh:
     """The mesh of the parameters of an optimizer that stock built; right on a stage that has none of them, too."""
     # Stock lists the groups of all ranks on every rank.
     groups = [] if stock.optimizer is None else stock.optimizer.param_groups

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
 
 from hp_plugin.core.muon import HyperMuon
 from hp_plugin.megatron import reporting
@@ -21,7 +26,7 @@ from hp_plugin.megatron.arguments.muon_flags import HyperMuonOptions
 from hp_plugin.megatron.checkpoints import optimizer_parts, optimizer_state
 from hp_plugin.megatron.checkpoints.opened import with_opened
 from hp_plugin.megatron.fsdp.chained_shards import ChainedShardOptimizer
-from hp_plugin.megatron.fsdp.shard_optimizer import ShardOptimizer, grad_scaler_of, mesh_of
+from hp_plugin.megatron.fsdp.shard_optimizer import ShardOptimizer, grad_scaler_of
 from hp_plugin.megatron.muon import saved_state
 from hp_plugin.megatron.muon.groups import Group, Ranks, make_muon, split_groups
 from hp_plugin.megatron.muon.routing import Assignment, assign
@@ -61,15 +66,15 @@ class MuonShardOptimizer(ShardOptimizer):
         return [dict(group) for group in current_groups]
 
 
-class MuonFP32Optimizer(FP32Optimizer):
-    """Megatron's optimizer of fp32 models on DDP, with Muon inside."""
+class _MuonOnDDP(MegatronOptimizer):
+    """What the two optimizers on DDP share; one of Megatron's stands behind it in the order of resolution."""
 
     muon_options: HyperMuonOptions
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As stock's."""
+        """As stock's; `momentum_buffer` of Muon's parameters beside the moments of AdamW's."""
         if is_loading:
             metadata = with_opened(metadata)
             saved_state.refuse_flat_states(metadata)
@@ -80,37 +85,40 @@ class MuonFP32Optimizer(FP32Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint delivered, whichever optimizer wrote it."""
-        saved_state.load_inner(self, optimizer_parts.joined(state_dict))
+        self._load(optimizer_parts.joined(state_dict))
         saved_state.finish_loading(self)
 
+    def _load(self, state_dict: dict[Any, Any]) -> None:
+        raise NotImplementedError
 
-class MuonFloat16Optimizer(Float16OptimizerWithFloat16Params):
+
+class MuonFP32Optimizer(_MuonOnDDP, FP32Optimizer):
+    """Megatron's optimizer of fp32 models on DDP, with Muon inside."""
+
+    def _load(self, state_dict: dict[Any, Any]) -> None:
+        saved_state.load_inner(self, state_dict)
+
+
+class MuonFloat16Optimizer(_MuonOnDDP, Float16OptimizerWithFloat16Params):
     """Megatron's optimizer of bf16 and fp16 models on DDP, which keeps fp32 masters, with Muon inside."""
 
-    muon_options: HyperMuonOptions
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """As stock's."""
-        if is_loading:
-            metadata = with_opened(metadata)
-            saved_state.refuse_flat_states(metadata)
-        with saved_state.whole_momentum(self.optimizer, is_loading=is_loading):
-            described: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading)
-        saved_state.describe(self, described, metadata, is_loading=is_loading)
-        return described
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what a checkpoint delivered, whichever optimizer wrote it."""
-        state_dict = optimizer_parts.joined(state_dict)
+    def _load(self, state_dict: dict[Any, Any]) -> None:
         saved_state.load_inner(self, state_dict["optimizer"])
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         for mine, loaded in zip(self.fp32_from_float16_groups, state_dict["fp32_from_fp16_params"]):
             for master, value in zip(mine, loaded):
                 master.data.copy_(value.data)
-        saved_state.finish_loading(self)
+
+
+class ChainedMuonOptimizer(ChainedOptimizer):
+    """Optimizers on DDP, of dense parameters and of experts, as one."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over what a checkpoint delivered, in however many parts it was saved; stock's wants the same number."""
+        parts = self.chained_optimizers
+        for part, state in zip(parts, optimizer_parts.split(state_dict, len(parts))):
+            part.load_state_dict(state)
 
 
 def build(parts: Sequence[Any], config: Any, model_chunks: Sequence[Any], options: HyperMuonOptions) -> Any:
@@ -134,7 +142,7 @@ def build(parts: Sequence[Any], config: Any, model_chunks: Sequence[Any], option
     built: list[Any] = [make(part, config, list(model_chunks), options, assigned, ranks) for part in parts]
     if len(built) == 1:
         return built[0]
-    return ChainedShardOptimizer(built) if on_shards else ChainedOptimizer(built)
+    return ChainedShardOptimizer(built) if on_shards else ChainedMuonOptimizer(built)
 
 
 def _on_shards(
@@ -162,17 +170,7 @@ def _on_shards(
         stock_defaults=part.optimizer.defaults,
         known_groups=_known_groups(),
     )
-    made = MuonShardOptimizer(
-        muon,
-        config,
-        model_chunks=chunks,
-        parameters=parameters,
-        masters=parameters,
-        model_parallel_group=part.grad_stats_parallel_group,
-        tp_group=getattr(part, "tp_group", None),
-        expert_tp_group=getattr(part, "expert_tp_group", None),
-        mesh=mesh_of(part, chunks),
-    )
+    made = MuonShardOptimizer(muon, config, model_chunks=chunks, parameters=parameters, masters=parameters, stock=part)
     made.muon_options = options
     return made
 
