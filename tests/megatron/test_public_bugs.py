@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from tests.megatron import public_bugs, wrapped
-from tests.megatron.cases import FP32_TOLERANCE
-from tests.megatron.checkpoints.jobs import SavedJobs
-from tests.megatron.checkpoints.test_checkpoint import HALF, PP, Jobs, assert_continues, assert_same_weights, ours
+from tests.megatron.checkpoints.jobs import END, EXACT, PP, SavedJobs, assert_continues, assert_same_weights, ours
 from tests.megatron.checkpoints.test_experts import EP2, EXPERTS
 from tests.support import run_ranks
 
@@ -59,13 +57,10 @@ def test_layers_keep_their_places_when_the_pipeline_changes(corpus: list[str], t
     """Issue 7452, item 12: a Megatron-FSDP checkpoint named layers by their place in the stage, so that a job with
     another pipeline size loaded the wrong ones.
     """
-    jobs = Jobs(corpus, tmp_path, "")
-    saved = jobs.run(ours(2, 1, PP), save="half")
-    assert_continues(saved, jobs.run(ours(2, 2), load=("half", HALF)), HALF, FP32_TOLERANCE)
-    jobs.run(ours(2, 2), save="whole")
-    loaded = jobs.run(ours(2, 1, PP), load=("whole", 2 * HALF))
-    again = jobs.run(ours(2, 1, PP), load=("whole", 2 * HALF))
-    assert_same_weights(loaded, again)
+    jobs, stages, whole = SavedJobs(corpus, tmp_path), ours(2, 1, PP), ours(2, 2)
+    for saver, loader in ((stages, whole), (whole, stages)):
+        assert_continues(jobs.saved("", saver), jobs.resumed("", saver, loader))
+        assert_same_weights(jobs.saved("", saver), jobs.resumed("", saver, loader, step=END))
 
 
 @pytest.mark.full
@@ -75,7 +70,7 @@ def test_expert_parallel_jobs_save_and_resume(corpus: list[str], tmp_path: Path)
     stock as the reader, are in `checkpoints/test_experts.py`.)
     """
     jobs, saver = SavedJobs(corpus, tmp_path), ours(4, 2, EP2)
-    assert_continues(jobs.saved(EXPERTS, saver), jobs.resumed(EXPERTS, saver, saver), HALF, FP32_TOLERANCE)
+    assert_continues(jobs.saved(EXPERTS, saver), jobs.resumed(EXPERTS, saver, saver), limits=EXACT)
 
 
 def test_checkpoints_need_megatron_core_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.megatron import training
 from tests.megatron.cases import FP32_TOLERANCE, tiny_job
-from tests.megatron.checkpoints.test_checkpoint import END, HALF, Jobs, assert_continues, ours, stock
+from tests.megatron.checkpoints.jobs import END, EXACT, HALF, SavedJobs, assert_continues, ours, stock
 from tests.megatron.training import Run
 from tests.support import run_ranks
 
@@ -69,26 +69,26 @@ def test_a_job_with_a_rare_flag_trains_as_stock_does(arguments: str, corpus: lis
 
 @pytest.mark.full
 def test_a_job_that_leaves_at_an_interval_saves_first_and_goes_on_in_stock(corpus: list[str], tmp_path: Path) -> None:
-    jobs = Jobs(corpus, tmp_path, "")
-    whole = jobs.run(ours(2, 2))
-    left = jobs.run(ours(2, 2, f"--exit-interval {HALF}"), save="left", every=1000)
+    jobs = SavedJobs(corpus, tmp_path)
+    whole = jobs.run("", ours(2, 2))
+    left = jobs.run("", ours(2, 2, f"--exit-interval {HALF}"), save=tmp_path / "left", every=1000)
     assert [run.exit_code for run in left] == [0, 0]
     assert sorted(left[-1].losses) == list(range(1, HALF + 1))
-    for resumed in (jobs.run(ours(2, 1), load=("left", HALF)), jobs.run(stock(2), load=("left", HALF))):
-        assert_continues(whole, resumed, HALF, FP32_TOLERANCE)
+    for layout in (ours(2, 1), stock(2)):
+        assert_continues(whole, jobs.run("", layout, load=(tmp_path / "left", HALF)))
 
 
 @pytest.mark.full
 def test_a_signal_ends_all_ranks_after_a_checkpoint(corpus: list[str], tmp_path: Path) -> None:
-    jobs = Jobs(corpus, tmp_path, "")
-    whole = jobs.run(ours(2, 2))
+    jobs = SavedJobs(corpus, tmp_path)
+    whole = jobs.run("", ours(2, 2))
     argv = [*tiny_job("--train-iters", str(END)), *corpus, *ours(2, 2, "--exit-signal-handler").arguments.split()]
     argv += ["--save", str(tmp_path / "left"), "--save-interval", "1000"]
     left = run_ranks(2, training.train_until_signal, flavour="megatron", timeout=90.0, argv=argv, iteration=HALF - 1)
     assert [run.exit_code for run in left] == [0, 0]
     last = max(left[-1].losses)
     assert last < END, "the signal came too late"
-    assert_continues(whole, jobs.run(ours(2, 2), load=("left", last)), last, FP32_TOLERANCE)
+    assert_continues(whole, jobs.run("", ours(2, 2), load=(tmp_path / "left", last)), last, EXACT)
 
 
 @pytest.mark.full

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.megatron.whole_weights import whole_weights
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -27,6 +29,7 @@ class Run:
         losses: iteration -> loss; empty on ranks without the last pipeline stage.
         norms: iteration -> gradient norm before clipping.
         weights: parameter name -> full tensor of this tensor- and pipeline-parallel rank, after the run.
+        whole: name in the whole model -> tensor over all ranks, of the weights that this rank has a part of, after it.
         logged: iteration -> (number of zeros in the gradients, norm of the parameters), where Megatron computes them.
         evaluated: losses of evaluations, in their order; on ranks with the last pipeline stage.
         rebound: what of Megatron was replaced during the run.
@@ -36,6 +39,7 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
     logged: dict[int, tuple[float | None, float | None]] = field(default_factory=dict)
     evaluated: list[float] = field(default_factory=list)
     rebound: list[str] = field(default_factory=list)
@@ -117,7 +121,7 @@ def _observe(run: Run, *, keep_weights: bool) -> None:
         run.rebound = hp_plugin.megatron.rebound_names()
         result = train_loop(forward_step_func, model, *args, **kwargs)
         if keep_weights:
-            run.weights = full_weights(model)
+            run.weights, run.whole = full_weights(model), whole_weights(model)
         return result
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.megatron import training
-from tests.megatron.cases import BF16_TOLERANCE
 from tests.megatron.checkpoints import older_release, stock_distributed
 from tests.megatron.checkpoints.jobs import (
     DISTRIBUTED,
@@ -24,6 +23,7 @@ from tests.megatron.checkpoints.jobs import (
     Layout,
     SavedJobs,
     assert_continues,
+    limits_of,
     ours,
     stock,
 )
@@ -106,18 +106,14 @@ PAIRS = [
 def test_a_job_goes_on_from_a_checkpoint_of_the_distributed_optimizer(
     jobs: SavedJobs, shared: str, saver: Layout, loader: Layout
 ) -> None:
-    assert_continues(jobs.saved(shared, saver), jobs.resumed(shared, saver, loader), HALF, tolerance(shared))
-
-
-def tolerance(shared: str) -> float:
-    return BF16_TOLERANCE if "--bf16" in shared else TOLERANCE
+    assert_continues(jobs.saved(shared, saver), jobs.resumed(shared, saver, loader), limits=limits_of(shared))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_stock_resumes_its_own_with_the_help_that_the_tests_give_it(jobs: SavedJobs) -> None:
     resumed = jobs.resumed("--swiglu", model_space(4), model_space(2), rank=stock_distributed.train)
-    assert_continues(jobs.saved("--swiglu", model_space(4)), resumed, HALF, TOLERANCE)
+    assert_continues(jobs.saved("--swiglu", model_space(4)), resumed)
 
 
 FROM_OLDER = [
@@ -137,12 +133,11 @@ def test_a_job_goes_on_from_the_model_space_of_megatron_0_12(
 ) -> None:
     saver = stock(2)
     reference = jobs.saved(shared, saver)
-    place, _ = jobs._once(shared, saver)
     folder = f"iter_{HALF:07d}"
-    older_release.rewrite(place / folder, tmp_path / folder, tensor_parallel=tensor_parallel)
+    older_release.rewrite(jobs.place(shared, saver) / folder, tmp_path / folder, tensor_parallel=tensor_parallel)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(HALF))
-    resumed = jobs._run(shared, loader, ["--load", str(tmp_path), "--ckpt-step", str(HALF)], training.train)
-    assert_continues(reference, resumed, HALF, tolerance(shared))
+    resumed = jobs.run(shared, loader, load=(tmp_path, HALF))
+    assert_continues(reference, resumed, limits=limits_of(shared))
 
 
 OURS = ours(4, 2, DISTRIBUTED)
@@ -163,7 +158,7 @@ def test_a_job_with_the_flag_of_the_distributed_optimizer_saves_what_stock_reads
     jobs: SavedJobs, shared: str, loader: Layout, rank: Any
 ) -> None:
     resumed = jobs.resumed(shared, OURS, loader, rank=rank)
-    assert_continues(jobs.saved(shared, OURS), resumed, HALF, tolerance(shared))
+    assert_continues(jobs.saved(shared, OURS), resumed, limits=limits_of(shared))
 
 
 @pytest.mark.full

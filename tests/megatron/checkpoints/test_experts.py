@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.cases import FP32_TOLERANCE
 from tests.megatron.checkpoints import expert_jobs as expert_checkpoints
-from tests.megatron.checkpoints.jobs import HALF, PP, TP, Layout, SavedJobs, assert_continues, ours, stock
+from tests.megatron.checkpoints.jobs import BF16, EXACT, PP, TP, Layout, SavedJobs, assert_continues, ours, stock
 from tests.support import run_ranks
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --swiglu"
@@ -71,8 +70,7 @@ def jobs(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> SavedJo
 @pytest.mark.parametrize("pair", PAIRS)
 def test_an_expert_parallel_job_resumes_in_another_layout(pair: str, jobs: SavedJobs) -> None:
     saver, loader = PAIRS[pair]
-    resumed = jobs.resumed(EXPERTS, saver, loader)
-    assert_continues(jobs.saved(EXPERTS, saver), resumed, HALF, FP32_TOLERANCE)
+    assert_continues(jobs.saved(EXPERTS, saver), jobs.resumed(EXPERTS, saver, loader))
 
 
 @pytest.mark.full
@@ -81,6 +79,4 @@ def test_an_expert_parallel_job_resumes_in_another_layout(pair: str, jobs: Saved
 def test_fp32_weights_of_bf16_experts_are_part_of_the_checkpoint(loader: Layout, jobs: SavedJobs) -> None:
     shared, saver = f"{EXPERTS} --bf16", ours(2, 2, EP2)
     reference, resumed = jobs.saved(shared, saver), jobs.resumed(shared, saver, loader)
-    tolerance = 0.0 if loader == saver else 1e-4
-    for iteration, loss in resumed[-1].losses.items():
-        assert loss == pytest.approx(reference[-1].losses[iteration], rel=tolerance)
+    assert_continues(reference, resumed, limits=EXACT if loader == saver else BF16)

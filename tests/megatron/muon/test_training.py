@@ -170,7 +170,7 @@ def test_it_trains_as_megatrons_own_muon_does(model: str, theirs: Layout, layout
     ids=["shards-to-ddp", "shards-to-tp2", "ddp-to-pp2", "owners-to-ddp"],
 )
 def test_a_resumed_job_goes_on_in_another_layout(saver: Layout, loader: Layout, jobs: SavedJobs) -> None:
-    assert_continues(jobs.saved(MODERN, saver), jobs.resumed(MODERN, saver, loader), 4, FP32_TOLERANCE)
+    assert_continues(jobs.saved(MODERN, saver), jobs.resumed(MODERN, saver, loader))
 
 
 @pytest.mark.full
@@ -178,7 +178,7 @@ def test_momentum_starts_from_adams_first_moment_alike_on_both_back_ends(jobs: S
     saver = stock(1)
     on_one, on_two = (jobs.resumed(PLAIN, saver, layout) for layout in (on_ddp(1), on_shards(2, 2)))
     fresh = jobs.resumed(PLAIN, saver, on_ddp(1, "--hypermuon-start-from fresh"))
-    assert_continues(on_one, on_two, 4, FP32_TOLERANCE)
+    assert_continues(on_one, on_two)
     assert fresh[0].losses[5] == pytest.approx(on_one[0].losses[5], rel=1e-6)  # the weights of the checkpoint
     assert fresh[0].losses[6] != pytest.approx(on_one[0].losses[6], rel=1e-5)  # after a step with another momentum
 
@@ -188,7 +188,7 @@ def test_momentum_starts_from_adams_first_moment_alike_on_both_back_ends(jobs: S
 @pytest.mark.parametrize("layout", [ours(2, 2, AS_STOCK_MUON), stock(1, AS_STOCK_MUON)], ids=["on-shards", "on-ddp"])
 def test_it_goes_on_from_what_megatrons_own_muon_saved(layout: Layout, jobs: SavedJobs) -> None:
     saver = stock(2, f"{STOCK_MUON} duplicated {TP}")
-    assert_continues(jobs.saved(PLAIN, saver), jobs.resumed(PLAIN, saver, layout), 4, FP32_TOLERANCE)
+    assert_continues(jobs.saved(PLAIN, saver), jobs.resumed(PLAIN, saver, layout))
 
 
 @pytest.mark.full

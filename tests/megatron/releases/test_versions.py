@@ -6,14 +6,13 @@ Runs where `MEGATRON_LM_DIR` names a checkout of a supported release, which must
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.megatron.cases import FP32_TOLERANCE, JOBS, Job
-from tests.megatron.checkpoints.test_checkpoint import HALF, PP, TP, Jobs, assert_continues, ours, stock
+from tests.megatron.cases import BF16_TOLERANCE, FP32_TOLERANCE, JOBS, Job
+from tests.megatron.checkpoints.jobs import HALF, PP, TP, Limits, SavedJobs, assert_continues, ours, stock
 from tests.megatron.releases import checkout
 from tests.megatron.test_equivalence import assert_same_series, assert_same_weights
 from tests.megatron.training import Run
@@ -99,19 +98,23 @@ def assert_same_logged(expected: Run, found: Run, job: Job) -> None:
         assert found.logged[iteration][1] == (None if norm is None else pytest.approx(norm, rel=1e-6))
 
 
-class PatientJobs(Jobs):
+RESUMED = Limits(FP32_TOLERANCE, 10 * FP32_TOLERANCE, 2e-6, 2e-7)
+RESUMED_BF16 = Limits(BF16_TOLERANCE, 10 * BF16_TOLERANCE, 8e-3, 4e-4)
+
+
+class PatientJobs(SavedJobs):
+    # Up to 0.17 NullTokenizer adds a token: 256, which tensor parallelism need not pad further.
+    common = "--vocab-size 255"
     time_limit_s = TIME_LIMIT_S
 
 
-@pytest.fixture
-def jobs(corpus: list[str], tmp_path: Path) -> Callable[[str], Jobs]:
-    # Up to 0.17 NullTokenizer adds a token: 256, which tensor parallelism need not pad further.
-    return lambda shared: PatientJobs(corpus, tmp_path, f"{shared} --vocab-size 255", train=checkout.train)
+@pytest.fixture(scope="module")
+def jobs(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> SavedJobs:
+    return PatientJobs(corpus, tmp_path_factory.mktemp("saved"), rank=checkout.train)
 
 
-def test_a_job_resumes_in_other_layouts_and_in_stock(jobs: Callable[[str], Jobs]) -> None:
-    these = jobs("--swiglu")
-    saved = these.run(ours(4, 2), save="ours")
+def test_a_job_resumes_in_other_layouts_and_in_stock(jobs: SavedJobs) -> None:
+    saver = ours(4, 2)
     # 0.12 does not find its random states in another tensor- and pipeline-parallel layout; nothing here is random.
     for loader in (
         ours(4, 2),
@@ -120,19 +123,18 @@ def test_a_job_resumes_in_other_layouts_and_in_stock(jobs: Callable[[str], Jobs]
         stock(2),
         stock(2, f"{TP} --no-load-rng"),
     ):
-        assert_continues(saved, these.run(loader, load=("ours", HALF)), HALF, FP32_TOLERANCE)
+        assert_continues(jobs.saved("--swiglu", saver), jobs.resumed("--swiglu", saver, loader), limits=RESUMED)
 
 
-def test_a_stock_job_goes_on_with_hyperfsdp(jobs: Callable[[str], Jobs]) -> None:
-    these = jobs("--swiglu")
-    saved = these.run(stock(2), save="stock")
+def test_a_stock_job_goes_on_with_hyperfsdp(jobs: SavedJobs) -> None:
+    saver = stock(2)
     for loader in (ours(2, 2), ours(4, 2), ours(4, 2, f"{TP} --no-load-rng")):
-        assert_continues(saved, these.run(loader, load=("stock", HALF)), HALF, FP32_TOLERANCE)
+        assert_continues(jobs.saved("--swiglu", saver), jobs.resumed("--swiglu", saver, loader), limits=RESUMED)
 
 
-def test_a_bf16_job_goes_from_stock_to_hyperfsdp_and_back(jobs: Callable[[str], Jobs]) -> None:
-    these = jobs("--bf16")
-    saved = these.run(stock(2), save="stock")
-    moved = these.run(ours(4, 2), load=("stock", HALF), save="ours", every=HALF + 2)
-    assert_continues(saved, moved, HALF, 1e-4)
-    assert_continues(moved, these.run(stock(2), load=("ours", HALF + 2)), HALF + 2, 1e-4)
+def test_a_bf16_job_goes_from_stock_to_hyperfsdp_and_back(jobs: SavedJobs, tmp_path: Path) -> None:
+    shared, saver = "--bf16", stock(2)
+    moved = jobs.run(shared, ours(4, 2), load=(jobs.place(shared, saver), HALF), save=tmp_path, every=HALF + 2)
+    assert_continues(jobs.saved(shared, saver), moved, limits=RESUMED_BF16)
+    back = jobs.run(shared, stock(2), load=(tmp_path, HALF + 2))
+    assert_continues(moved, back, HALF + 2, RESUMED_BF16)
