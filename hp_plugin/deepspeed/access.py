@@ -133,6 +133,33 @@ def write_full(target: torch.Tensor, value: torch.Tensor) -> None:
     local_tensor(target).copy_(shard_of(value, target) if isinstance(target, DTensor) else value)
 
 
+@torch.no_grad()
+def local_value(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, flattened, in memory of its own. No communication."""
+    return local_tensor(tensor).detach().reshape(-1).clone()
+
+
+@torch.no_grad()
+def write_local(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes this rank's part of a sharded tensor; `value` has as many elements, in any shape.
+
+    Every rank of the shard group must call, for a parameter whose shards others read in place.
+    """
+    if is_shown_full(target):
+        raise ConfigurationError(
+            "this parameter is gathered, so what is written to its part would be lost; write to the full value, or "
+            "after GatheredParameters."
+        )
+    local = local_tensor(target)
+    if value.numel() != local.numel():
+        raise ConfigurationError(
+            f"{value.numel()} elements were given for the {local.numel()} that this rank holds of a tensor of shape "
+            f"{tuple(target.shape)}; safe_get_local_* gives as many as safe_set_local_* takes."
+        )
+    announce_update([target])
+    local.copy_(value.reshape(local.shape))
+
+
 def state_of(parameter: torch.Tensor, key: str) -> torch.Tensor | None:
     """The optimizer's state `key` of a parameter, sharded as it; None where there is none yet."""
     optimizer = engine_of(parameter).basic_optimizer

@@ -85,12 +85,19 @@ REPLACED = (
     ),
     Target(f"{_PARTITION}.__enter__", (), "gathers our parameters too"),
     Target(f"{_PARTITION}.__exit__", (), "writes our parameters back"),
-    Target(f"{_TENSORS}:safe_get_full_fp32_param", ("param",), "knows our parameters"),
-    Target(f"{_TENSORS}:safe_get_full_optimizer_state", ("param", "optim_state_key"), "knows our parameters"),
-    Target(f"{_TENSORS}:safe_get_full_grad", ("param",), "knows our parameters"),
-    Target(f"{_TENSORS}:safe_set_full_fp32_param", ("param", "value"), "knows our parameters"),
-    Target(f"{_TENSORS}:safe_set_full_optimizer_state", ("param", "value", "optim_state_key"), "knows our parameters"),
-    Target(f"{_TENSORS}:safe_set_full_grad", ("param", "value"), "knows our parameters"),
+    *(
+        Target(f"{_TENSORS}:safe_{verb}_{extent}_{what}", parameters, "knows our parameters")
+        for extent in ("full", "local")
+        for verb, what, parameters in (
+            ("get", "fp32_param", ("param",)),
+            ("get", "optimizer_state", ("param", "optim_state_key")),
+            ("get", "grad", ("param",)),
+            ("set", "fp32_param", ("param", "value")),
+            ("set", "optimizer_state", ("param", "value", "optim_state_key")),
+            ("set", "grad", ("param", "value")),
+        )
+    ),
+    Target(f"{_TENSORS}:safe_update_full_grad_vectorized", ("param_list", "update_func"), "knows our parameters"),
     Target("deepspeed.comm.torch:build_shm_op", (), "on CPU, uses the compiled helper only where it is built already"),
 )
 """Names that are replaced in DeepSpeed; for parameters that are not ours the originals run."""

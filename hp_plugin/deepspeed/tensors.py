@@ -1,4 +1,8 @@
-"""DeepSpeed's `safe_*` functions: those on full values know our parameters, those on flat partitions refuse them."""
+"""DeepSpeed's `safe_*` functions, on full values and on what a rank holds, for our parameters.
+
+What ZeRO-3 calls the local part is a stretch of the flattened parameter, padded on the last rank; ours is the rank's
+own shard, flattened: its rows, and nothing on a rank that has none. Functions give copies, which change nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,74 +15,73 @@ import deepspeed.utils
 import torch
 
 from hp_plugin.deepspeed import access
-from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.errors import ConfigurationError
+
+Read = Callable[[torch.Tensor], torch.Tensor]
+Write = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def _get_param(param: torch.Tensor) -> torch.Tensor:
-    # Of a frozen parameter too, for which ZeRO has no fp32 value and gives None.
-    return access.full_value(param)
+def _get_param(param: torch.Tensor, read: Read) -> torch.Tensor | None:
+    # As in ZeRO, a frozen parameter has no fp32 value beside its weights; those are in GatheredParameters.
+    return read(param) if param.requires_grad else None
 
 
-def _set_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    access.write_full(param, value)
+def _set_param(param: torch.Tensor, value: torch.Tensor, write: Write) -> None:
+    write(param, value)
 
 
-def _get_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+def _get_state(param: torch.Tensor, optim_state_key: str, read: Read) -> torch.Tensor | None:
     state = access.state_of(param, optim_state_key)
-    return None if state is None else access.full_value(state)
+    return None if state is None else read(state)
 
 
-def _set_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+def _set_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str, write: Write) -> None:
     state = access.state_of(param, optim_state_key)
     if state is None:
         raise ConfigurationError(
             f"the optimizer has no state {optim_state_key!r} of this parameter; state is made by the first step."
         )
-    access.write_full(state, value)
+    write(state, value)
 
 
-def _get_grad(param: torch.Tensor) -> torch.Tensor | None:
-    return None if param.grad is None else access.full_value(param.grad)
+def _get_grad(param: torch.Tensor, read: Read) -> torch.Tensor | None:
+    return None if param.grad is None else read(param.grad)
 
 
-def _set_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+def _set_grad(param: torch.Tensor, value: torch.Tensor, write: Write) -> None:
     if param.grad is None:
         raise ConfigurationError("this parameter has no gradient; there is one between backward and step.")
-    access.write_full(param.grad, value)
+    write(param.grad, value)
 
 
-_OURS: dict[str, Callable[..., Any]] = {
-    "safe_get_full_fp32_param": _get_param,
-    "safe_set_full_fp32_param": _set_param,
-    "safe_get_full_optimizer_state": _get_state,
-    "safe_set_full_optimizer_state": _set_state,
-    "safe_get_full_grad": _get_grad,
-    "safe_set_full_grad": _set_grad,
-}
+def _functions() -> dict[str, Callable[..., Any]]:
+    """Ours by the names of DeepSpeed's."""
+    found: dict[str, Callable[..., Any]] = {}
+    for extent, read, write in (
+        ("full", access.full_value, access.write_full),
+        ("local", access.local_value, access.write_local),
+    ):
+        for what, getter, setter in (
+            ("fp32_param", _get_param, _set_param),
+            ("optimizer_state", _get_state, _set_state),
+            ("grad", _get_grad, _set_grad),
+        ):
+            found[f"safe_get_{extent}_{what}"] = functools.partial(getter, read=read)
+            found[f"safe_set_{extent}_{what}"] = functools.partial(setter, write=write)
+    return found
+
 
 _VECTORIZED = "safe_update_full_grad_vectorized"
-_LOCAL = (
-    "safe_get_local_fp32_param",
-    "safe_set_local_fp32_param",
-    "safe_get_local_optimizer_state",
-    "safe_set_local_optimizer_state",
-    "safe_get_local_grad",
-    "safe_set_local_grad",
-)
 
 
 def install() -> Callable[[], None]:
     """Replaces the functions where DeepSpeed exports them; returns what puts them back."""
     # The name in deepspeed.utils is a class; this is the module of the same name.
     places = (importlib.import_module("deepspeed.utils.tensor_fragment"), deepspeed.utils)
-    # Releases differ in which of the others they have.
-    names = [*_OURS, *(name for name in (*_LOCAL, _VECTORIZED) if hasattr(places[0], name))]
-    originals = {name: getattr(places[0], name) for name in names}
+    functions = _functions()
+    originals = {name: getattr(places[0], name) for name in (*functions, _VECTORIZED)}
     for name, original in originals.items():
-        if name == _VECTORIZED:
-            ours = _vectorized(original)
-        else:
-            ours = _for_ours(_OURS.get(name) or _refusal(name), original)
+        ours = _vectorized(original) if name == _VECTORIZED else _for_ours(functions[name], original)
         for place in places:
             setattr(place, name, ours)
 
@@ -96,16 +99,6 @@ def _for_ours(ours: Callable[..., Any], original: Callable[..., Any]) -> Callabl
         return (ours if access.is_ours(param) else original)(param, *args, **kwargs)
 
     return function
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"{name} works on the flat partition of a ZeRO-3 parameter, which HyperFSDP does not have; use "
-            f"{name.replace('_local_', '_full_')}, which every rank calls with or for the full value."
-        )
-
-    return refuse
 
 
 def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ def read_and_write_full_values(*, supernode_size: int) -> None:
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
         safe_set_full_fp32_param,
         safe_set_full_grad,
         safe_set_full_optimizer_state,
@@ -63,11 +64,10 @@ def read_and_write_full_values(*, supernode_size: int) -> None:
     # The function is given full plain gradients: a plain result that depends on the whole fits them.
     deepspeed.utils.safe_update_full_grad_vectorized([kept], lambda g, _: g + torch.ones(kept.shape) * g.flatten()[-1])
     assert torch.equal(safe_get_full_grad(kept), gradient + gradient.flatten()[-1])
-    assert "use safe_get_full_grad" in told(lambda: deepspeed.utils.safe_get_local_grad(kept))
     safe_set_full_grad(kept, 2.0 * gradient)
     assert torch.equal(safe_get_full_grad(kept), 2.0 * gradient)
     kept.requires_grad_(False)
-    assert torch.equal(safe_get_full_fp32_param(kept), before["head.weight"])  # ZeRO gives None for frozen ones
+    assert safe_get_full_fp32_param(kept) is None and safe_get_local_fp32_param(kept) is None  # as in ZeRO
     kept.requires_grad_(True)
     engine.step()
     moment = safe_get_full_optimizer_state(kept, "exp_avg")
@@ -90,6 +90,53 @@ def read_and_write_full_values(*, supernode_size: int) -> None:
     if full is not None:
         assert full.keys() == engine.module.state_dict().keys()
         assert all(type(tensor) is torch.Tensor for tensor in full.values())
+
+
+def read_and_write_local_parts(*, supernode_size: int) -> None:
+    """`safe_*_local_*`: a rank's own rows, flattened; some ranks have none of a small parameter."""
+    import torch.distributed as dist
+    from deepspeed import utils
+
+    deepspeed = start()
+    engine = initialize(deepspeed, base_config(hyperfsdp={"supernode_size": supernode_size}))
+    rank = dist.get_rank()
+    place, shards = rank % supernode_size, supernode_size
+    named = dict(engine.module.named_parameters())
+    kept = named["head.weight"]
+
+    def rows(full: torch.Tensor) -> torch.Tensor:
+        """The arithmetic of even shards along the first dim, the last ones shorter or empty."""
+        size = -(-full.shape[0] // shards)
+        return full[place * size : (place + 1) * size].flatten()
+
+    assert utils.safe_get_local_grad(kept) is None and utils.safe_get_local_optimizer_state(kept, "exp_avg") is None
+    loss = engine(batch(0, 0, rank))
+    engine.backward(loss)
+    for parameter in named.values():
+        assert torch.equal(utils.safe_get_local_grad(parameter), rows(utils.safe_get_full_grad(parameter)))
+        assert torch.equal(utils.safe_get_local_fp32_param(parameter), rows(utils.safe_get_full_fp32_param(parameter)))
+    gradient = utils.safe_get_full_grad(kept)
+    utils.safe_set_local_grad(kept, 2.0 * utils.safe_get_local_grad(kept))
+    assert torch.equal(utils.safe_get_full_grad(kept), 2.0 * gradient)
+    engine.step()
+    moment = utils.safe_get_local_optimizer_state(kept, "exp_avg")
+    torch.testing.assert_close(moment, 0.1 * 2.0 * rows(gradient))  # AdamW saw what was written
+    utils.safe_set_local_optimizer_state(kept, moment + 1.0, "exp_avg")
+    full_moment = utils.safe_get_full_optimizer_state(kept, "exp_avg")
+    assert torch.equal(rows(full_moment), moment + 1.0)
+
+    value = torch.arange(kept.numel(), dtype=torch.float32).view(kept.shape)
+    utils.safe_get_local_fp32_param(kept).zero_()  # a copy
+    utils.safe_set_local_fp32_param(kept, rows(value))
+    assert torch.equal(utils.safe_get_full_fp32_param(kept), value)
+    assert "elements were given" in told(lambda: utils.safe_set_local_fp32_param(kept, torch.zeros(1)))
+    with deepspeed.zero.GatheredParameters([kept]):
+        assert "is gathered" in told(lambda: utils.safe_set_local_fp32_param(kept, rows(value)))
+    # What was written is what the next forward uses.
+    utils.safe_set_local_fp32_param(kept, torch.zeros_like(rows(value)))
+    with torch.no_grad():
+        loss = engine(batch(1, 0, rank)).item()
+    assert abs(loss - torch.log(torch.tensor(float(value.shape[0]))).item()) < 1e-5
 
 
 def save_16bit(*, directory: str) -> bool:

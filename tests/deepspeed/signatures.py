@@ -52,7 +52,7 @@ def version_of(root: Path) -> str:
         r'version ?= ?"([^"+]+)', (root / "deepspeed" / "git_version_info_installed.py").read_text().replace("'", '"')
     )
     assert installed is not None
-    return installed[1]
+    return installed[1].strip()
 
 
 def main() -> None:

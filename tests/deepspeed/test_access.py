@@ -22,6 +22,18 @@ def test_full_values_can_be_read_and_written(ranks: int, supernode_size: int) ->
     )
 
 
+@pytest.mark.parametrize(("ranks", "supernode_size"), [pytest.param(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.timeout(400)
+def test_a_ranks_own_part_can_be_read_and_written(ranks: int, supernode_size: int) -> None:
+    run_ranks(
+        ranks,
+        helpers.read_and_write_local_parts,
+        flavour="deepspeed",
+        timeout=200,
+        supernode_size=supernode_size,
+    )
+
+
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_full_16bit_weights_are_written_where_the_configuration_allows_it(tmp_path: Path) -> None:
