@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hp_plugin.errors import ConfigurationError, HyperParallelError
-from hp_plugin.megatron.arguments import flags, muon_validation
+from hp_plugin.megatron.arguments import flags, mode_validation, muon_validation
 from hp_plugin.megatron.arguments.command_file import Given, read_arguments
 from hp_plugin.megatron.arguments.known_arguments import RELEASE
 from hp_plugin.megatron.arguments.rules import ADJUSTED, CONFLICTS, SWITCHED_OFF, WITHOUT_EFFECT, Conflict
@@ -51,6 +51,7 @@ class CheckReport:
         works: Flags of Megatron that work as they are.
         unknown: Flags that are neither Megatron's nor ours: those of the script, of a launcher, of another release.
         unresolved: Flags whose value depends on something outside the file.
+        validates: Whether the arguments ask for validation mode.
     """
 
     file: str
@@ -64,6 +65,7 @@ class CheckReport:
     works: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unresolved: list[str] = field(default_factory=list)
+    validates: bool = False
 
     @property
     def usable(self) -> bool:
@@ -113,7 +115,7 @@ def _judge_ours(given: Sequence[Given], report: CheckReport) -> None:
         flags.check_spelling(words)
         with contextlib.redirect_stderr(io.StringIO()) as complaint:
             args = _parsed(flags.add_arguments(parser), words, complaint)
-        flags.resolve(args)
+        report.validates = flags.resolve(args).mode == "validation"
     except HyperParallelError as error:
         report.refused.append(Finding(_first_of(mine), str(error)))
 
@@ -147,7 +149,7 @@ def _judge_megatrons(given: Sequence[Given], report: CheckReport) -> None:
 
 
 def _place(each: Given, args: SimpleNamespace, report: CheckReport) -> None:
-    tables: list[tuple[list[Finding], Iterable[Conflict]]] = [(report.refused, _refusing(report.switches))]
+    tables: list[tuple[list[Finding], Iterable[Conflict]]] = [(report.refused, _refusing(report))]
     if _SWITCHES[0] in report.switches:
         tables += [
             (report.switched_off, SWITCHED_OFF),
@@ -163,14 +165,15 @@ def _place(each: Given, args: SimpleNamespace, report: CheckReport) -> None:
     report.works.append(each.text)
 
 
-def _refusing(switches: Sequence[str]) -> list[Conflict]:
-    on_shards, with_muon = (switch in switches for switch in _SWITCHES)
+def _refusing(report: CheckReport) -> list[Conflict]:
+    on_shards, with_muon = (switch in report.switches for switch in _SWITCHES)
     rules: list[Conflict] = []
     if with_muon:
         rules += muon_validation.CONFLICTS
         rules += muon_validation.ON_SHARDS if on_shards else muon_validation.ON_STOCK_DDP
     if on_shards:
         rules += CONFLICTS
+        rules += mode_validation.CONFLICTS if report.validates else ()
     return rules
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hp_plugin.core.devices import default_device_type
 from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
 from hp_plugin.megatron import cpu_compat, reporting
-from hp_plugin.megatron.arguments import flags, muon_validation, validation
+from hp_plugin.megatron.arguments import flags, mode_validation, muon_validation, validation
 from hp_plugin.megatron.connections import connections_line
 from hp_plugin.megatron.releases import rebind, versions
 from hp_plugin.megatron.releases.targets import TABLES
@@ -135,6 +135,8 @@ def _apply(args: argparse.Namespace) -> None:
         _installed.activate("optimizer")
         return
     validation.check_megatron_arguments(args)
+    if options.mode == "validation":
+        mode_validation.check_megatron_arguments(args)
     validation.check_topology(args, options)
     for line in validation.adjust_megatron_arguments(args):
         reporting.say(line)

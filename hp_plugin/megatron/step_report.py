@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from hp_plugin.megatron import reporting
+from hp_plugin.megatron.validation.steps import validate_steps
 
 PREFIX = "hyperfsdp"
 """Of the scalars: `hyperfsdp/wait-ms/<cause>`, `hyperfsdp/intra-bytes` and so on."""
@@ -34,7 +35,10 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def report_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `train_step`, followed by the report. Jobs whose model is not wrapped in HyperFSDP are left alone."""
+    """Megatron's `train_step`, followed by the report, and in validation mode compared.
+
+    Models that are not wrapped in HyperFSDP are left alone.
+    """
     signature = inspect.signature(original)
     log, scalars = Window(), Window()
 
@@ -53,7 +57,7 @@ def report_steps(original: Callable[..., Any]) -> Callable[..., Any]:
         _report(log, scalars)
         return result
 
-    return train_step
+    return validate_steps(train_step)
 
 
 class Window:

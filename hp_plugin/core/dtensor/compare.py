@@ -191,7 +191,7 @@ class Comparer:
         if found.shape != expected.shape:
             return replace(make, error=math.inf, detail=f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
         error = relative_error(found, expected, floor)
-        detail = "" if error <= self._tolerance else _first_wrong(found, expected, self._tolerance)
+        detail = "" if error <= self._tolerance else first_wrong(found, expected, self._tolerance)
         return replace(make, error=error, detail=detail)
 
     # ---------------------------------------------------------------- all ranks
@@ -218,7 +218,7 @@ def _norm(tensors: Mapping[str, torch.Tensor]) -> float:
     return math.sqrt(sum(t.double().square().sum().item() for t in tensors.values()))
 
 
-def _first_wrong(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+def first_wrong(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
     """The first element that lies apart by more than the tolerance, relative to the largest one."""
     allowed = tolerance * expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     wrong = ~((found - expected).abs() <= allowed)

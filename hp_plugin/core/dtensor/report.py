@@ -54,6 +54,7 @@ class ValidationReport:
         reason: why this module.
         loss: of one process, before and after the step.
         planned_loss: of the planned run.
+        subject: what was compared with one process, for people.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -61,6 +62,7 @@ class ValidationReport:
     reason: str
     loss: tuple[float, float]
     planned_loss: tuple[float, float]
+    subject: str = "the plan"
 
     @property
     def is_equal(self) -> bool:
@@ -85,15 +87,19 @@ class ValidationReport:
         """For JSON."""
         return {"equal": self.is_equal} | dataclasses.asdict(self)
 
+    def summary(self) -> str:
+        """One sentence, and where the first fault lies."""
+        wrong, count = self.findings, len(self.comparisons)
+        if not wrong:
+            return f"{self.subject} equals one process in all {count} comparisons."
+        text = f"{self.subject} differs from one process in {len(wrong)} of {count} comparisons."
+        if self.location is not None:
+            text += f"\nfirst fault: module {self.location or '(model)'}: {self.reason}."
+        return text
+
     def __str__(self) -> str:
         wrong = self.findings
-        if wrong:
-            lines = [f"the plan differs from one process in {len(wrong)} of {len(self.comparisons)} comparisons."]
-            if self.location is not None:
-                lines.append(f"first fault: module {self.location or '(model)'}: {self.reason}.")
-        else:
-            lines = [f"the plan equals one process in all {len(self.comparisons)} comparisons."]
-        lines.append(f"loss {self.loss[0]:.8g}, planned {self.planned_loss[0]:.8g}")
+        lines = [self.summary(), f"loss {self.loss[0]:.8g}, of {self.subject} {self.planned_loss[0]:.8g}"]
         lines.append(f"{'':2}{'kind':<16}{'error':>11}{'tolerance':>11}  name")
         for c in self.comparisons[: max(20, len(wrong))]:
             mark = " " if c.is_equal else "!"
@@ -116,6 +122,11 @@ def locate(forward: Sequence[Comparison], backward: Sequence[Comparison]) -> tup
     for c in forward:
         if not c.is_equal:
             return c.module, f"its output {c.name} is the first wrong one of forward"
+    if _nearly_all_wrong(backward):
+        return "", (
+            "the gradients of parameters are wrong wherever they are, and those of outputs are right: what reduces or "
+            "scales gradients between data-parallel ranks"
+        )
     got_wrong = {c.module for c in backward if c.kind == "output_gradient" and not c.is_equal}
     gave_wrong: dict[str, Comparison] = {}
     for c in backward:
@@ -131,6 +142,17 @@ def locate(forward: Sequence[Comparison], backward: Sequence[Comparison]) -> tup
         module, c = next(iter(gave_wrong.items()))
         return module, f"the gradient of {c.name} is the first wrong one of backward"
     return None, ""
+
+
+_NEARLY = 0.9
+
+
+def _nearly_all_wrong(backward: Sequence[Comparison]) -> bool:
+    """Whether parameters have wrong gradients that no module can have given all of them."""
+    inside = [c for c in backward if c.kind != "gradient"]
+    of_parameters = [c for c in backward if c.kind == "gradient"]
+    wrong = sum(not c.is_equal for c in of_parameters)
+    return len(of_parameters) > 2 and all(c.is_equal for c in inside) and wrong >= _NEARLY * len(of_parameters)
 
 
 def _holds(module: str, other: str) -> bool:

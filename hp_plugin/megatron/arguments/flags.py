@@ -59,7 +59,15 @@ class HyperFSDPOptions(BaseModel):
         "(shm); auto is shm on CPU where it is possible, else c10d",
     )
     mode: Literal["production", "validation"] = Field(
-        "production", title="production", description="production moves plain tensors"
+        "production",
+        title="production or validation",
+        description="validation compares the first steps with the same steps of stock Megatron on one rank",
+    )
+    validation_steps: PositiveInt = Field(
+        1, title="a positive number", description="steps that are compared in validation mode"
+    )
+    validation_then: Literal["continue", "stop"] = Field(
+        "continue", title="continue or stop", description="what follows the last step that is compared"
     )
     optimizer_sharding: Literal["auto", "shard", "shard_replicate"] = Field(
         "auto", title="auto or shard", description="which ranks share the optimizer state; auto is shard today"
@@ -264,7 +272,6 @@ def requested_device(argv: Sequence[str], environment: Mapping[str, str] | None 
 _UNAVAILABLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     # option: (refused values, or None for any value that is given, what to do instead)
     "transport": (("symm_mem",), "use auto, c10d or shm"),
-    "mode": (("validation",), "use production"),
     "optimizer_sharding": (("shard_replicate",), "use auto or shard"),
 }
 

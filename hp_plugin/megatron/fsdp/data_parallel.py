@@ -23,6 +23,16 @@ def hyperfsdp_class() -> type:
     return HyperFSDP
 
 
+def asks_for_hyperfsdp() -> bool:
+    """Whether Megatron's arguments say so at this moment: those of a reference on one rank do not."""
+    try:
+        from megatron.training import get_args
+
+        return bool(get_args().use_hyperfsdp)
+    except (ImportError, AssertionError, AttributeError):  # a model that is built outside a job
+        return True
+
+
 @dataclass(frozen=True)
 class WrapperOptions:
     """What the wrapper needs to know beyond the configuration objects that Megatron hands it.
@@ -35,7 +45,6 @@ class WrapperOptions:
         window: See there.
         prefetch: See there.
         transport: As in `fully_shard`.
-        mode: As in `fully_shard`.
         optimizer_sharding: As in `fully_shard`.
         deterministic: As in `fully_shard`.
         reduce_dtype: Dtype of the gradient reduction; None follows Megatron's `grad_reduce_in_fp32`.
@@ -49,7 +58,6 @@ class WrapperOptions:
     window: int | None = None
     prefetch: int | None = None
     transport: str = "auto"
-    mode: str = "production"
     optimizer_sharding: str = "auto"
     deterministic: bool = False
     reduce_dtype: torch.dtype | None = None
@@ -72,7 +80,6 @@ def options_from_arguments() -> WrapperOptions:
         window=args.hyperfsdp_window,
         prefetch=args.hyperfsdp_prefetch,
         transport=args.hyperfsdp_transport,
-        mode=args.hyperfsdp_mode,
         optimizer_sharding=args.hyperfsdp_optimizer_sharding,
         deterministic=args.hyperfsdp_deterministic,
         reduce_dtype=_REDUCE_DTYPES.get(args.hyperfsdp_reduce_dtype),

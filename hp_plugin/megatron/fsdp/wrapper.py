@@ -123,7 +123,6 @@ class HyperFSDP(TorchFullyShardedDataParallel):
             mesh=self.mesh,
             mp_policy=policy,
             transport=options.transport,
-            mode=options.mode,
             optimizer_sharding=options.optimizer_sharding,
             deterministic=options.deterministic,
             bucket_bytes=options.bucket_bytes,

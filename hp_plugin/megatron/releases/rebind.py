@@ -120,13 +120,13 @@ def data_parallel_selector(original: type) -> type:
 
     HyperFSDP must not pass for a DDP: the training loop reaches into the gradient buffers of one when it exits.
     """
-    from hp_plugin.megatron.fsdp.data_parallel import hyperfsdp_class
+    from hp_plugin.megatron.fsdp.data_parallel import asks_for_hyperfsdp, hyperfsdp_class
 
     built = hyperfsdp_class()
 
     class SelectorType(type(original)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return built(*args, **kwargs)
+            return (built if asks_for_hyperfsdp() else original)(*args, **kwargs)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)

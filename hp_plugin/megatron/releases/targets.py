@@ -115,7 +115,15 @@ _IN_EVERY_LOOP = (
         "train_step",
         ("forward_step_func", "data_iterator", "model", "optimizer"),
         f"{_HERE}.step_report:report_steps",
-        "reports waits and bytes in the log and to TensorBoard",
+        "reports waits and bytes in the log and to TensorBoard; compares steps in validation mode",
+    ),
+    Target(
+        _TRAINING,
+        "setup_model_and_optimizer",
+        ("model_provider_func", "model_type"),
+        f"{_HERE}.validation.steps:note_setup",
+        "keeps what a reference is made from in validation mode",
+        used_by=("pretrain",),
     ),
     Target(
         _TRAINING,

@@ -69,7 +69,6 @@ def test_sizes_of_buckets_and_prefetch_reach_the_options() -> None:
     ("words", "what"),
     [
         (["--hyperfsdp-transport", "symm_mem"], "--hyperfsdp-transport symm_mem"),
-        (["--hyperfsdp-mode", "validation"], "--hyperfsdp-mode validation"),
         (["--hyperfsdp-optimizer-sharding", "shard_replicate"], "--hyperfsdp-optimizer-sharding shard_replicate"),
     ],
 )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -26,12 +26,10 @@ ALL = sorted(TABLES)
 Tree = Callable[[tuple[int, int]], None]
 
 
-def function(words: list[str]) -> Any:
-    """A function that takes the parameters `words`, all optional."""
+def define(module: str, name: str, words: list[str]) -> None:
+    """Defines a function in a module that takes the parameters `words`, all optional."""
     spelled = [word if word.startswith("*") else f"{word}=None" for word in words]
-    namespace: dict[str, Any] = {}
-    exec(f"def stand_in({', '.join(spelled)}): pass", namespace)
-    return namespace["stand_in"]
+    exec(f"def {name}({', '.join(spelled)}): pass", vars(sys.modules[module]))
 
 
 @pytest.fixture
@@ -47,9 +45,12 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
                 module = f"{module}.{part}" if module else part
                 if module not in sys.modules:
                     monkeypatch.setitem(sys.modules, module, ModuleType(module))
-            setattr(sys.modules[target.module], target.attribute, function(recorded()[series][target.name]))
-            for name in target.used_by:
-                exec(f"def {name}(): return {target.attribute}", vars(sys.modules[target.module]))
+            define(target.module, target.attribute, recorded()[series][target.name])
+        names = {target.name for target in TABLES[series]}
+        for target in TABLES[series]:
+            for user in target.used_by:
+                if f"{target.module}.{user}" not in names:
+                    define(target.module, user, [])
 
     return build
 
@@ -103,7 +104,7 @@ class TestTable:
         for changed in TABLES[series]:
             tree(series)
             words = [word for word in recorded()[series][changed.name] if word != changed.parameters[0]]
-            setattr(sys.modules[changed.module], changed.attribute, function(words))
+            define(changed.module, changed.attribute, words)
             before = {t.name: getattr(sys.modules[t.module], t.attribute) for t in TABLES[series]}
             version = f"{versions.RELEASES[series].verified}+local"
             with pytest.raises(UnsupportedError) as refusal:
