@@ -1,9 +1,10 @@
 """Saving and loading a model and its optimizer with torch's DCP: all or nothing, and on any mesh.
 
 Parameters and optimizer states are DTensors at rest, so DCP reshards them by itself: a checkpoint of 2 x 2 ranks loads
-on 1, on 4 x 1, in plain torch FSDP2, and the other way round. What this module adds is that a checkpoint is either
-whole or
-absent: it is written beside its final place and renamed when every rank has finished.
+on 1, on 4 x 1, in plain torch FSDP2, and the other way round. What a sharding plan has cut is written with the shape of
+the whole tensor too (`placed.py`), and experts that are modules by their numbers in the whole model, so a checkpoint
+loads under any other plan. A checkpoint is either whole or absent: it is written beside its final place and renamed
+when every rank has finished.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from hp_plugin.core.layout import attached_layout
-from hp_plugin.errors import ConfigurationError, HyperParallelError, UnsupportedError
+from hp_plugin.core.checkpoint.placed import PlacedTensor, placed_state
+from hp_plugin.core.dtensor.applied import applied_plan
+from hp_plugin.errors import ConfigurationError, HyperParallelError
 
 
 def save_checkpoint(
@@ -45,16 +47,16 @@ def save_checkpoint(
         rename: What a parameter of this rank is called in the checkpoint, where ranks call different ones alike.
 
     Raises:
-        UnsupportedError: If `apply_plan` has divided the model.
         HyperParallelError: If any rank could not write, naming the first such rank and its reason. `path` is as it was.
     """
-    _refuse_divided(model)
+    rename = _rename(model, rename)
     final = Path(path)
     partial = final.with_name(f".{final.name}.partial")
     failure = _on_rank_zero(lambda: _make_empty(partial))
     if failure is None:
         options = StateDictOptions(ignore_frozen_params=ignore_frozen)
-        model_state, optimizer_state = get_state_dict(model, optimizers, options=options)
+        states: Any = get_state_dict(model, optimizers, options=options)
+        model_state, optimizer_state = placed_state(model, *states)
         if rename is not None:
             model_state, optimizer_state = _renamed(model_state, optimizer_state, rename)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "extra": dict(extra or {})}
@@ -98,13 +100,13 @@ def load_checkpoint(
     Raises:
         ConfigurationError: If there is no checkpoint at `path`.
     """
-    _refuse_divided(model)
+    rename = _rename(model, rename)
     if not (Path(path) / ".metadata").is_file():
         raise ConfigurationError(
             f"{path} holds no checkpoint: it has no .metadata file. Give the directory of one save"
         )
     states: Any = get_state_dict(model, optimizers, options=StateDictOptions(ignore_frozen_params=ignore_frozen))
-    model_state, optimizer_state = states
+    model_state, optimizer_state = placed_state(model, *states)
     own = [list(group["params"]) for group in optimizer_state.get("param_groups", [])]
     back = {}
     if rename is not None:
@@ -120,6 +122,10 @@ def load_checkpoint(
         model_state, optimizer_state = _renamed(model_state, optimizer_state, lambda name: back.get(name, name))
         for group, names in zip(optimizer_state.get("param_groups", []), own):
             group["params"] = names  # the file has those of the rank that wrote it
+    model_state = _filled(model_state, states[0])
+    if "state" in optimizer_state:
+        pairs = optimizer_state["state"].items()
+        optimizer_state["state"] = {name: _filled(value, states[1]["state"][name]) for name, value in pairs}
     set_state_dict(
         model,
         optimizers,
@@ -131,15 +137,18 @@ def load_checkpoint(
     return dict(state["extra"])
 
 
-def _refuse_divided(model: nn.Module) -> None:
-    """A plan's pieces are plain tensors, of which DCP would keep one rank's as if it were the whole."""
-    for name, parameter in model.named_parameters():
-        attached = attached_layout(parameter)
-        if attached is not None and attached.shard_groups:
-            raise UnsupportedError(
-                f"parameter {name} is divided over {attached.layout.shard_axes} by a sharding plan, which checkpoints "
-                "do not support yet; gather it (hp_plugin.core.layout.attached_layout tells its place) and save that"
-            )
+def _rename(model: nn.Module, rename: Callable[[str], str] | None) -> Callable[[str], str] | None:
+    """`rename`, and before it the names that a plan's experts have in the whole model."""
+    applied = applied_plan(model)
+    if applied is None or not applied.whole_names:
+        return rename
+    plan = applied
+    return plan.whole_name if rename is None else lambda name: rename(plan.whole_name(name))
+
+
+def _filled(read: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What was read, with the tensors themselves in the place of those that stood for them in the reading."""
+    return {name: own[name] if isinstance(value, PlacedTensor) else value for name, value in read.items()}
 
 
 def _parameter_names(model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> set[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from hp_plugin.core.dtensor.collectives import AxisGroup
@@ -21,11 +22,20 @@ class AppliedPlan:
         plan: the plan.
         lines: axis -> this rank's line of ranks along it, in the order of the mesh.
         layouts: parameter name, tied names included -> how it is divided.
+        ranks: the global ranks of the mesh, and the place in it of each axis in `lines`.
+        whole_names: parameters that are called otherwise in the whole model -> their name there: experts that are
+            modules are numbered from 0 on each rank.
     """
 
     plan: ShardingPlan
     lines: Mapping[str, AxisGroup]
     layouts: Mapping[str, AttachedLayout]
+    ranks: tuple[torch.Tensor, tuple[int, ...]] | None = None
+    whole_names: Mapping[str, str] = field(default_factory=dict)
+
+    def whole_name(self, name: str) -> str:
+        """What the parameter `name` of this rank is called in the whole model."""
+        return self.whole_names.get(name, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPlan:
         return self
@@ -39,7 +49,8 @@ class AppliedPlan:
             tuple(line.size for line in axes),
             tuple(placement_on(placed, line.axis).resolved(len(shape)).as_torch() for line in axes),
         )
-        return AttachedLayout(layout, tuple(line.rank for line in axes), tuple(line.group for line in axes))
+        coordinate, groups = tuple(line.rank for line in axes), tuple(line.group for line in axes)
+        return AttachedLayout(layout, coordinate, groups, ranks=self.ranks)
 
 
 def applied_plan(model: nn.Module) -> AppliedPlan | None:

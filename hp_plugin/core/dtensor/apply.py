@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_plugin.core.dtensor.applied import AppliedPlan, applied_plan
 from hp_plugin.core.dtensor.boundary import Boundary, compile_steps, input_positions, install, output_key
 from hp_plugin.core.dtensor.check import check_plan
-from hp_plugin.core.dtensor.collectives import AxisGroup
+from hp_plugin.core.dtensor.collectives import AxisGroup, mean_step
+from hp_plugin.core.dtensor.dispatch import Dispatch, count_experts, expert_lists, keep_own
 from hp_plugin.core.dtensor.loss import causal_lm_loss, loss_axis
-from hp_plugin.core.dtensor.plan import ModuleSpec, ShardingPlan
+from hp_plugin.core.dtensor.plan import ModuleSpec, ShardingPlan, placement_on
 from hp_plugin.core.layout import AttachedLayout, attach_layout, attached_layout
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -41,30 +43,33 @@ def apply_plan(
         model: the whole model, on any device, `meta` included.
         plan: checked against the model first; see `check_plan` for what is refused.
         mesh: must have every axis of the plan, with as many ranks. It may have more axes.
-        mode: "production" is the only one built.
+        mode: "production", or "validation": every forward is compared with one of the whole model, operation by
+            operation, and stops at the first fault; see `docs/validation.md`. Costs memory and time.
 
     Returns:
         `model`, changed in place. Each parameter has its `Layout` attached (`hp_plugin.core.layout.attached_layout`).
 
     Raises:
         ConfigurationError: mesh and plan differ, the plan does not fit the model, or one has been applied before.
-        UnsupportedError: for `mode="validation"`, and for a model that is sharded already.
+        UnsupportedError: for a model that is sharded already.
     """
+    if mode == "validation":
+        from hp_plugin.core.dtensor.validation.live import apply_for_validation  # which applies plans itself
+
+        return cast(ModuleT, apply_for_validation(model, plan, mesh))
     if mode != "production":
-        if mode == "validation":
-            raise UnsupportedError(
-                'mode="validation" is not supported yet; use hp_plugin.validate to compare a plan with one process.'
-            )
-        raise ConfigurationError(f'mode="{mode}" is unknown; expected "production"')
+        raise ConfigurationError(f'mode="{mode}" is unknown; expected "production" or "validation".')
     if applied_plan(model) is not None:
         raise ConfigurationError("a plan has been applied to this model before; apply one to a fresh model.")
     check_plan(model, plan)
-    applied = AppliedPlan(plan, _lines(plan, mesh), {})
-    applied = AppliedPlan(plan, applied.lines, _make_local(model, applied))
+    applied = AppliedPlan(plan, _lines(plan, mesh), {}, ranks=_ranks(plan, mesh))
     modules = dict(model.named_modules(remove_duplicate=False))
+    dispatches = _dispatches(modules, applied)
+    applied = replace(applied, layouts=_make_local(model, applied))
     _divide_counts(modules, applied)
-    for name, boundary in _boundaries(modules, applied).items():
+    for name, boundary in _boundaries(modules, applied, dispatches).items():
         install(modules[name], boundary)
+    applied = _keep_own_experts(model, modules, applied)
     model._hp_applied_plan = applied  # type: ignore[assignment]
     _replace_loss(model, applied)
     return model
@@ -102,6 +107,48 @@ def _lines(plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, AxisGroup]:
         for axis in names
         if axis in plan.axes
     }
+
+
+def _ranks(plan: ShardingPlan, mesh: DeviceMesh) -> tuple[torch.Tensor, tuple[int, ...]]:
+    names = mesh.mesh_dim_names or ()
+    return mesh.mesh, tuple(index for index, axis in enumerate(names) if axis in plan.axes)
+
+
+def _dispatches(modules: Mapping[str, nn.Module], applied: AppliedPlan) -> dict[str, Dispatch]:
+    """How tokens reach experts, by module name, where an axis of several ranks divides them."""
+    return {
+        name: Dispatch(applied.lines[spec.dispatch], count_experts(name, modules[name]), name)
+        for name, spec in applied.plan.modules.items()
+        if spec.dispatch is not None and applied.lines[spec.dispatch].size > 1
+    }
+
+
+def _keep_own_experts(model: nn.Module, modules: Mapping[str, nn.Module], applied: AppliedPlan) -> AppliedPlan:
+    """Drops experts that are modules of other ranks. What is kept is numbered from 0; `whole_names` says what it was.
+
+    Boundaries are installed by then: of these experts too, by the names that the plan has for them.
+    """
+    moved: dict[str, str] = {}
+    for name, spec in applied.plan.modules.items():
+        if spec.dispatch is None or applied.lines[spec.dispatch].size == 1:
+            continue
+        line = applied.lines[spec.dispatch]
+        for full, experts in expert_lists(name, modules[name]).items():
+            first = keep_own(experts, line)
+            moved |= {f"{full}.{number}.": f"{full}.{first + number}." for number in range(len(experts))}
+            for parameter in experts.parameters():
+                attached = attached_layout(parameter)
+                assert attached is not None
+                attach_layout(parameter, replace(attached, apart=(line.group,)))
+    if not moved:
+        return applied
+    names, layouts = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = next((after + name[len(b) :] for b, after in moved.items() if name.startswith(b)), name)
+        found = attached_layout(parameter)
+        assert found is not None
+        layouts[name] = found
+    return replace(applied, layouts=layouts, whole_names=names)
 
 
 def _make_local(model: nn.Module, applied: AppliedPlan) -> dict[str, AttachedLayout]:
@@ -145,13 +192,16 @@ def _divide_counts(modules: dict[str, nn.Module], applied: AppliedPlan) -> None:
             setattr(modules[name], attribute, getattr(modules[name], attribute) // applied.lines[axis].size)
 
 
-def _boundaries(modules: dict[str, nn.Module], applied: AppliedPlan) -> dict[str, Boundary]:
+def _boundaries(
+    modules: dict[str, nn.Module], applied: AppliedPlan, dispatches: Mapping[str, Dispatch]
+) -> dict[str, Boundary]:
     """The boundaries that do something, by module name."""
     conversions = _parameter_steps(applied)
     boundaries = {}
     for name in dict.fromkeys([*applied.plan.modules, *conversions]):
         spec = applied.plan.modules.get(name, ModuleSpec())
         boundary = _boundary(modules[name], name, spec, conversions.get(name, {}), applied.lines)
+        boundary = replace(boundary, dispatch=dispatches.get(name))
         if not boundary.is_empty:
             boundaries[name] = boundary
     return boundaries
@@ -160,8 +210,15 @@ def _boundaries(modules: dict[str, nn.Module], applied: AppliedPlan) -> dict[str
 def _parameter_steps(applied: AppliedPlan) -> dict[str, dict[str, Any]]:
     """Owner -> attribute -> steps, for parameters that are not used as they are held."""
     found: dict[str, dict[str, Any]] = {}
+    apart = {name: axis for name, spec in applied.plan.modules.items() if (axis := spec.dispatch) is not None}
     for name, entry in applied.plan.placed_parameters().items():
-        steps = compile_steps(entry.held, entry.in_use, applied.lines, f"parameter {name}")
+        where = f"parameter {name}"
+        steps = compile_steps(entry.held, entry.in_use, applied.lines, where)
+        for axis in applied.plan.batch:
+            is_apart = any(axis == by and name.startswith(f"{module}.") for module, by in apart.items())
+            if is_apart or placement_on(entry.held, axis).is_shard:
+                mean = mean_step(applied.lines[axis], where)
+                steps = steps if mean is None else (*steps, mean)
         if steps:
             owner, _, attribute = name.rpartition(".")
             found.setdefault(owner, {})[attribute] = steps

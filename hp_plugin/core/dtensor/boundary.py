@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hp_plugin.core.dtensor.collectives import AxisGroup, Step, make_step
+from hp_plugin.core.dtensor.dispatch import Dispatch
 from hp_plugin.core.dtensor.placement import AxisPlacement
 from hp_plugin.core.dtensor.plan import ModuleSpec, placement_on
 from hp_plugin.errors import ConfigurationError, UnsupportedError
@@ -74,6 +75,7 @@ class Boundary:
         outputs: key and steps; the key is None for a single tensor, "first" for that or the first of a tuple.
         parameters: name of a parameter of the module itself, and its steps.
         lookup: of a vocabulary-sharded embedding, the axis that divides the vocabulary.
+        dispatch: of a module of experts, how tokens reach them.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Boundary:
     outputs: tuple[tuple[int | str | None, Steps], ...] = ()
     parameters: tuple[tuple[str, Steps], ...] = ()
     lookup: AxisGroup | None = None
+    dispatch: Dispatch | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         return self  # immutable, and knows no module
@@ -88,7 +91,7 @@ class Boundary:
     @property
     def is_empty(self) -> bool:
         """Whether nothing would run."""
-        return not (self.inputs or self.outputs or self.parameters or self.lookup)
+        return not (self.inputs or self.outputs or self.parameters or self.lookup or self.dispatch)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Converts the arguments of a call. Every rank of the axes must call."""
@@ -139,6 +142,8 @@ def run_forward(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: 
         args, kwargs = boundary.enter(args, kwargs)
     if boundary.lookup is not None:
         forward = functools.partial(_look_up, forward, boundary.lookup)
+    if boundary.dispatch is not None:
+        forward = functools.partial(boundary.dispatch.run, forward)
     if not boundary.parameters:
         return boundary.leave(forward(module, *args, **kwargs))
     # Straight into the dict: the values are tensors that autograd made, which `nn.Module.__setattr__` refuses.

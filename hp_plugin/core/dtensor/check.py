@@ -11,6 +11,7 @@ from torch import nn
 
 from hp_plugin.core.dtensor.boundary import conversion_order, input_positions
 from hp_plugin.core.dtensor.collectives import is_possible
+from hp_plugin.core.dtensor.dispatch import count_experts
 from hp_plugin.core.dtensor.placement import AxisPlacement
 from hp_plugin.core.dtensor.plan import (
     ModuleSpec,
@@ -34,6 +35,9 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
         UnsupportedError: a conversion that no boundary makes.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    for axis in plan.batch:
+        if axis not in plan.axes:
+            raise ConfigurationError(f"the plan divides the batch over axis {axis!r}, which is not among its axes.")
     for name, spec in plan.modules.items():
         if name not in modules:
             raise ConfigurationError(
@@ -66,6 +70,8 @@ def _check_module(module: nn.Module, name: str, spec: ModuleSpec, plan: Sharding
                 )
     if spec.body == "vocabulary_embedding":
         _check_embedding(module, where, spec)
+    if spec.dispatch is not None:
+        _check_experts(module, name, spec.dispatch, plan)
     for attribute, axis in spec.divides.items():
         if axis not in plan.axes:
             raise ConfigurationError(f"{where}: {attribute} is divided by axis {axis!r}, which the plan does not have.")
@@ -107,6 +113,33 @@ def _check_embedding(module: nn.Module, where: str, spec: ModuleSpec) -> None:
             f"{where}: a vocabulary_embedding needs its weight on one axis as shard(0), but it is "
             f"{'not in the entry' if entry is None else describe_placed(entry.in_use)}."
         )
+
+
+def _check_experts(module: nn.Module, name: str, axis: str, plan: ShardingPlan) -> None:
+    if axis not in plan.axes:
+        raise ConfigurationError(
+            f"module {name}: its experts are divided by axis {axis!r}, which the plan does not have."
+        )
+    experts, ranks = count_experts(name, module), plan.axes[axis]
+    if experts % ranks:
+        raise ConfigurationError(
+            f"module {name} holds {experts} experts, which axis {axis} with {ranks} ranks does not divide; use a "
+            f"number of ranks that divides {experts}."
+        )
+    if type(module) is nn.ModuleList:
+        raise UnsupportedError(
+            f"module {name} is a list of experts that its parent calls one by one, so nothing could send tokens to "
+            "other ranks; move the loop into a forward of the list's own, of tokens (T, hidden), chosen experts (T, k) and "
+            "weights (T, k)."
+        )
+    placed = plan.placed_parameters()
+    for attribute, _ in module.named_parameters(recurse=False):
+        entry = placed.get(f"{name}.{attribute}")
+        if entry is not None and placement_on(entry.held, axis) != AxisPlacement("shard", 0):
+            raise ConfigurationError(
+                f"parameter {name}.{attribute} holds experts along dim 0, which axis {axis} divides; hold it as "
+                f"{axis}: shard(0)."
+            )
 
 
 def _check_parameters(model: nn.Module, plan: ShardingPlan) -> None:

@@ -218,6 +218,19 @@ class _SumAndTake(torch.autograd.Function):
         return _all_gather(grad, ctx.line, ctx.dim), None, None
 
 
+class _Mean(torch.autograd.Function):
+    """The value as it is; the gradient, a sum over ranks of which each has a mean over its own part, made a mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
+        ctx.size = line.size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.size, None
+
+
 @dataclass(frozen=True)
 class Step:
     """One conversion, bound to its ranks.
@@ -271,6 +284,11 @@ def make_step(before: AxisPlacement, after: AxisPlacement, line: AxisGroup, wher
     dims = tuple(p.dim for p in (before, after) if p.is_shard)
     divided = (after.dim,) if after.is_shard else ()
     return Step(name, function, line, dims, divided, where)
+
+
+def mean_step(line: AxisGroup, where: str) -> Step | None:
+    """What makes the gradient of a parameter a mean which an axis divides that divides the batch too."""
+    return Step("none", _Mean.apply, line, where=where) if line.size > 1 else None
 
 
 _STEPS: dict[tuple[str, str], tuple[str, Callable[..., torch.Tensor]]] = {

@@ -42,6 +42,13 @@ class RunResult:
     step: float
 
 
+def whole_named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their names in the whole model, tied names included."""
+    applied = applied_plan(model)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name if applied is None else applied.whole_name(name): parameter for name, parameter in named}
+
+
 class Comparer:
     """Compares on every rank, then merges: the largest error of each tensor counts.
 
@@ -70,7 +77,8 @@ class Comparer:
         applied = applied_plan(model)
         assert applied is not None
         self._applied: AppliedPlan = applied
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = whole_named(model)
+        self._layouts = {applied.whole_name(name): layout for name, layout in applied.layouts.items()}
         self._expected = expected
         self._found = found
         self._data = [(mesh[axis].size(), mesh.get_local_rank(axis)) for axis in data_axes]
@@ -137,6 +145,8 @@ class Comparer:
         return FLOOR * torch.linalg.vector_norm(self._expected.trace.gradients[crossing].double()).item()
 
     def _parameter(self, name: str, kind: Kind) -> Comparison:
+        if name not in self._parameters:  # an expert of another rank
+            return Comparison(kind, name, self._owner(name), 0.0, self._tolerance, dist.get_rank())
         expected = (self._expected.gradients if kind == "gradient" else self._expected.weights)[name]
         found = (self._found.gradients if kind == "gradient" else self._found.weights).get(name)
         if expected is None and found is not None:
@@ -154,7 +164,7 @@ class Comparer:
         return owner
 
     def _piece_of_parameter(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        piece = self._applied.layouts[name].take(whole)
+        piece = self._layouts[name].take(whole)
         parameter = self._parameters[name]
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

@@ -78,6 +78,8 @@ class ModuleSpec(_Entry):
         parameters: by their names relative to the module, e.g. `weight` or `q_proj.weight`.
         body: "vocabulary_embedding" looks up the ids whose rows the rank holds and gives zeros for others.
         divides: integer attribute of the module -> axis by whose size it is divided when the plan is applied.
+        dispatch: the module holds experts, stacked weights or a list of modules, which this axis divides; each rank
+            sends its tokens to the experts chosen for them.
     """
 
     inputs: dict[str, InputSpec] = Field(default_factory=dict)
@@ -85,6 +87,7 @@ class ModuleSpec(_Entry):
     parameters: dict[str, ParameterSpec] = Field(default_factory=dict)
     body: Literal["plain", "vocabulary_embedding"] = "plain"
     divides: dict[str, str] = Field(default_factory=dict)
+    dispatch: str | None = None
 
 
 class ShardingPlan(_Entry):
@@ -93,10 +96,13 @@ class ShardingPlan(_Entry):
     Attributes:
         axes: mesh axis -> its number of ranks. Data-parallel axes are not among them.
         modules: module name -> its entry; the name of the model itself is the empty string.
+        batch: axes over which the batch is divided too. What they do not divide is averaged over them by whoever
+            averages over the data-parallel axes; gradients of what they divide are made means here.
     """
 
     axes: dict[str, PositiveInt]
     modules: dict[str, ModuleSpec] = Field(default_factory=dict)
+    batch: tuple[str, ...] = ()
 
     # ---------------------------------------------------------------- files
 
@@ -172,7 +178,8 @@ class ShardingPlan(_Entry):
     def __str__(self) -> str:
         """A table: one line per input, output and parameter, with the collectives left to the reader."""
         axes = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
-        lines = [f"ShardingPlan over {axes}"]
+        batch = f"; the batch is divided over {', '.join(self.batch)}" if self.batch else ""
+        lines = [f"ShardingPlan over {axes}{batch}"]
         for name, spec in self.modules.items():
             lines.append(f"{name or '(model)'}" + ("" if spec.body == "plain" else f"  [{spec.body}]"))
             for key, inp in spec.inputs.items():
@@ -184,6 +191,8 @@ class ShardingPlan(_Entry):
                 lines.append(f"  param {key}: {describe_placed(param.held)}{use}")
             for key, axis in spec.divides.items():
                 lines.append(f"  count {key}: divided by {axis}")
+            if spec.dispatch is not None:
+                lines.append(f"  experts: divided by {spec.dispatch}, tokens by all-to-all")
         return "\n".join(lines)
 
 

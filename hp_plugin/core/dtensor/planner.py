@@ -32,6 +32,7 @@ def plan_transformer(
     axis: str = "tp",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    expert_axis: str | None = None,
     overrides: Mapping[str, Override] | None = None,
 ) -> ShardingPlan:
     """Plans tensor parallelism of a decoder-only transformer, HF-style or plain torch, from names and shapes.
@@ -45,6 +46,8 @@ def plan_transformer(
         axis: the axis of tensor parallelism.
         sequence_parallel: divide the residual stream over the sequence between the regions.
         loss_parallel: leave logits divided over the vocabulary, for `loss_function`.
+        expert_axis: the axis over which experts are divided, and the batch with them; tokens are sent to experts. None:
+            every rank has all experts, or a piece of each.
         overrides: module name, or pattern with `*`, -> a `ModuleSpec` (or a dict of its fields) that replaces the
             entry, or "replicate": the module and what it holds is not divided.
 
@@ -56,16 +59,29 @@ def plan_transformer(
     """
     if axis not in axes:
         raise ConfigurationError(f"axis {axis!r} is not among the axes of the plan, {', '.join(axes)}.")
-    planner = _Planner(model, axis, sequence_parallel, loss_parallel, dict(overrides or {}))
-    plan = ShardingPlan(axes=dict(axes), modules=planner.entries())
+    if expert_axis is not None and (expert_axis == axis or expert_axis not in axes):
+        raise ConfigurationError(
+            f"experts are to be divided over axis {expert_axis!r}, which must be one of the plan's axes, "
+            f"{', '.join(axes)}, and not that of tensor parallelism."
+        )
+    planner = _Planner(model, axis, sequence_parallel, loss_parallel, dict(overrides or {}), expert_axis)
+    batch = () if expert_axis is None else (expert_axis,)
+    plan = ShardingPlan(axes=dict(axes), modules=planner.entries(), batch=batch)
     check_plan(model, plan)
     return plan
 
 
 class _Planner:
     def __init__(
-        self, model: nn.Module, axis: str, sequence: bool, loss_parallel: bool, overrides: dict[str, Override]
+        self,
+        model: nn.Module,
+        axis: str,
+        sequence: bool,
+        loss_parallel: bool,
+        overrides: dict[str, Override],
+        expert_axis: str | None = None,
     ) -> None:
+        self.expert_axis = expert_axis
         self.model = model
         self.axis = axis
         self.sequence = sequence
@@ -199,6 +215,11 @@ class _Planner:
             parameters=parameters,
             divides=self._counts(module) if kind == "attention" else {},
         )
+        if kind == "experts" and self.expert_axis is not None:
+            experts = getattr(module, roles.EXPERTS)
+            counts = [n for n in roles.EXPERT_COUNTS if isinstance(vars(experts).get(n), int)]
+            divides = dict.fromkeys(counts, self.expert_axis)
+            self.found[f"{name}.{roles.EXPERTS}"] = ModuleSpec(dispatch=self.expert_axis, divides=divides)
         for prefix, child in module.named_modules():
             if roles.is_transposed_linear(child) and _is_column(prefix.rpartition(".")[2]):
                 self.found[f"{name}.{prefix}"] = ModuleSpec(divides={"nf": self.axis})
@@ -242,12 +263,13 @@ class _Planner:
 
     def _stacked_experts(self, full: str, attribute: str) -> ParameterSpec:
         """Experts' weights of shape (experts, out, in)."""
+        experts: Placed = {} if self.expert_axis is None else {self.expert_axis: shard(0)}
         if attribute in roles.FUSED_GATE_UP:
-            return ParameterSpec(held=self.on(shard(1, blocks=2)))
+            return ParameterSpec(held={**experts, **self.on(shard(1, blocks=2))})
         if attribute in roles.MLP_COLUMN:
-            return ParameterSpec(held=self.on(shard(1)))
+            return ParameterSpec(held={**experts, **self.on(shard(1))})
         if attribute in roles.ROW:
-            return ParameterSpec(held=self.on(shard(2)))
+            return ParameterSpec(held={**experts, **self.on(shard(2))})
         raise ConfigurationError(f"parameter {full} of the experts has no role that the planner knows; {_ADVICE}")
 
     def _check_fused(self, full: str, owner: nn.Module, shape: tuple[int, ...], blocks: int) -> None:

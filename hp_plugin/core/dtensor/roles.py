@@ -40,6 +40,8 @@ HEAD_COUNTS = (
     *("num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "num_key_value_heads"),
 )
 """Integers of an attention module that count the heads it holds."""
+EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
+"""Integers of a module of experts that count those it holds."""
 FUSED_WIDTHS = ("split_size",)
 """Integers of an attention module with one fused product that are the width of q, of k and of v."""
 

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from hp_plugin.core.dtensor.apply import apply_plan
-from hp_plugin.core.dtensor.compare import Comparer, RunResult
+from hp_plugin.core.dtensor.compare import Comparer, RunResult, whole_named
 from hp_plugin.core.dtensor.loss import loss_function
 from hp_plugin.core.dtensor.plan import ShardingPlan
 from hp_plugin.core.dtensor.report import ValidationReport
 from hp_plugin.core.dtensor.trace import traced
-from hp_plugin.core.layout import local_tensor
+from hp_plugin.core.layout import attached_layout, local_tensor
 from hp_plugin.core.optim.clip import total_grad_norm
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -114,20 +114,28 @@ class _Average:
     """Averages over the data-parallel ranks."""
 
     groups: tuple[dist.ProcessGroup, ...]
-    size: int
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tensor: torch.Tensor, *, but: tuple[dist.ProcessGroup, ...] = ()) -> torch.Tensor:
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+        size = 1
         for group in self.groups:
-            dist.all_reduce(tensor, group=group)
-        return tensor / self.size
+            if group not in but:
+                dist.all_reduce(tensor, group=group)
+                size *= group.size()
+        return tensor / size
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The mean gradient. Experts that got no token on one rank may have got some on another."""
+        attached = attached_layout(parameter)
+        divided = () if attached is None else attached.norm_groups
+        if parameter.grad is None and not any(group in divided for group in self.groups):
+            return None
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return self(found, but=divided)
 
 
 def _ways_to_reduce(mesh: DeviceMesh, axes: tuple[str, ...]) -> _Average:
-    size = 1
-    for axis in axes:
-        size *= mesh[axis].size()
-    return _Average(tuple(mesh.get_group(axis) for axis in axes), size)
+    return _Average(tuple(mesh.get_group(axis) for axis in axes))
 
 
 def _step(
@@ -146,11 +154,10 @@ def _step(
         loss = loss_of(model, batch)
         trace.is_forward = False
         loss.backward()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = whole_named(model)
     if average_gradients:
-        for parameter in {id(p): p for p in parameters.values()}.values():
-            if parameter.grad is not None:
-                parameter.grad = average(parameter.grad)
+        for parameter in model.parameters():
+            parameter.grad = average.gradient(parameter)
     gradients = {n: None if p.grad is None else local_tensor(p.grad).detach().clone() for n, p in parameters.items()}
     norm = total_grad_norm(model.parameters()).item()
     if step is None:
@@ -159,7 +166,7 @@ def _step(
     optimizer = optimizer_fn(model.parameters()) if optimizer_fn is not None else SGD(model.parameters(), lr=step)
     optimizer.step()
     optimizer.zero_grad()
-    after = {name: local_tensor(p).detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+    after = {name: local_tensor(p).detach().clone() for name, p in parameters.items()}
     with torch.no_grad():
         loss_after = average(loss_of(model, batch)).item()
     return RunResult(trace, (average(loss).item(), loss_after), norm, gradients, after, step)
@@ -174,9 +181,9 @@ def _data_axes(plan: ShardingPlan, mesh: DeviceMesh) -> tuple[str, ...]:
         raise ConfigurationError(
             f"validate needs a mesh of all {dist.get_world_size()} ranks, but this one has {mesh.size()}."
         )
-    axes = tuple(name for name in names if name not in plan.axes and mesh[name].size() > 1)
+    axes = tuple(n for n in names if (n not in plan.axes or n in plan.batch) and mesh[n].size() > 1)
     for axis in axes:
-        if axis in ("pp", "cp", "ep"):
+        if axis in ("pp", "cp", "ep") and axis not in plan.axes:
             raise UnsupportedError(
                 f"axis {axis} of the mesh has {mesh[axis].size()} ranks and is not in the plan; validate with a mesh "
                 "on which it has one."

@@ -21,20 +21,29 @@ class AttachedLayout:
         layout: of the whole tensor, over the axes on which it is cut before any other sharding.
         coordinate: of this rank on these axes.
         groups: one process group per axis.
+        apart: groups of ranks that hold other tensors under this name, as of experts that are modules.
+        ranks: of the mesh that the axes are from, all axes: its global ranks, and the place of each axis in it.
     """
 
     layout: Layout
     coordinate: tuple[int, ...]
     groups: tuple[dist.ProcessGroup, ...]
+    apart: tuple[dist.ProcessGroup, ...] = ()
+    ranks: tuple[torch.Tensor, tuple[int, ...]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttachedLayout:
         return self
 
     @property
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of axes with several ranks that divide the tensor: over these, parts of a norm are added up."""
+        """The groups of axes with several ranks that divide the tensor."""
         axes = zip(self.layout.placements, self.layout.axis_sizes, self.groups, strict=True)
         return tuple(group for placement, size, group in axes if is_shard(placement) and size > 1)
+
+    @property
+    def norm_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which parts of a norm are added up."""
+        return (*self.shard_groups, *self.apart)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of `whole`, in memory of its own."""

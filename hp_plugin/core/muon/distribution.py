@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hp_plugin.core.layout import Layout, Segment, attached_layout
+from hp_plugin.core.layout import AttachedLayout, Layout, Segment, attached_layout, is_shard
 from hp_plugin.core.muon.blocks import Block, MatrixView
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
@@ -55,22 +55,57 @@ class Distribution:
     def of(cls, parameter: torch.Tensor, *, process_group: dist.ProcessGroup | None = None) -> Distribution | None:
         """The distribution of a `DTensor`; of a plain tensor, that of replicas over `process_group`, else None.
 
-        Raises:
-            UnsupportedError: A sharding plan has cut the parameter; alone, its pieces would be taken for matrices.
+        Where a sharding plan has laid the parameter out, the axes of the plan come first and those others after them.
         """
-        attached = attached_layout(parameter)
-        if attached is not None and attached.shard_groups:
-            raise UnsupportedError(
-                f"a matrix of shape {attached.layout.global_shape} is divided over {attached.layout.shard_axes} by a "
-                "sharding plan, which Muon cannot put together yet; train it with AdamW, or pass its distribution"
-            )
+        found = None
         if isinstance(parameter, DTensor):
-            return cls.on_mesh(Layout.from_dtensor(parameter), parameter.device_mesh)
-        if process_group is None:
+            found = cls.on_mesh(Layout.from_dtensor(parameter), parameter.device_mesh)
+        elif process_group is not None:
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            found = cls(Layout(tuple(parameter.shape), ("replicas",), (len(ranks),), (Replicate(),)), ranks)
+        attached = attached_layout(parameter)
+        if attached is None or attached.ranks is None:
+            return found
+        if found is None:
+            found = cls(Layout(tuple(parameter.shape), (), (), ()), (dist.get_rank(),))
+        return cls._under_plan(found, attached, *attached.ranks)
+
+    @classmethod
+    def _under_plan(
+        cls, inner: Distribution, attached: AttachedLayout, mesh: torch.Tensor, places: tuple[int, ...]
+    ) -> Distribution | None:
+        """The distribution of a whole tensor of which `inner` distributes one piece.
+
+        Args:
+            inner: Of the piece, over ranks that have one coordinate on the plan's axes that divide the tensor.
+            attached: How the plan divides it.
+            mesh: The global ranks of the whole mesh.
+            places: The index in `mesh` of each axis of the plan.
+        """
+        axes = []
+        for axis, (place, placement) in enumerate(zip(places, attached.layout.placements, strict=True)):
+            line = set(dist.get_process_group_ranks(attached.groups[axis]))
+            is_apart = attached.groups[axis] in attached.apart
+            if not is_apart and len(line) > 1 and (is_shard(placement) or not line <= set(inner.ranks)):
+                axes.append((axis, place))
+        sizes = tuple(attached.layout.axis_sizes[axis] for axis, _ in axes)
+        ranks = []
+        for coordinate in itertools.product(*(range(size) for size in sizes)):
+            for rank in inner.ranks:
+                index = (mesh == rank).nonzero()[0].tolist()
+                for (_, place), value in zip(axes, coordinate, strict=True):
+                    index[place] = value
+                ranks.append(int(mesh[tuple(index)]))
+        if len(ranks) == 1:
             return None
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        shape = tuple(parameter.shape)
-        return cls(Layout(shape, ("replicas",), (len(ranks),), (Replicate(),)), ranks)
+        layout = Layout(
+            attached.layout.global_shape,
+            (*(f"plan_{attached.layout.axis_names[axis]}" for axis, _ in axes), *inner.layout.axis_names),
+            (*sizes, *inner.layout.axis_sizes),
+            (*(attached.layout.placements[axis] for axis, _ in axes), *inner.layout.placements),
+            shard_order=(*range(len(axes)), *(len(axes) + axis for axis in inner.layout.shard_order)),
+        )
+        return cls(layout, tuple(ranks))
 
     def check_shard(self, name: str, rank: int, shape: Sequence[int]) -> None:
         """Checks that the local tensor of a rank, of shape `shape`, is what the layout says of it.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from hp_plugin.core.layout import attached_layout
 from hp_plugin.errors import ConfigurationError
 
 LANGUAGE_HEAD_NAMES = frozenset(
@@ -250,9 +251,12 @@ def _is_linear(place: Place) -> bool:
 
 
 def _global_shape(parameter: nn.Parameter, place: Place) -> tuple[int, ...]:
-    """Of the whole parameter: `ds_shape` where DeepSpeed ZeRO-3 has partitioned it, else that of the tensor."""
+    """Of the whole parameter, also where a sharding plan or DeepSpeed ZeRO-3 (`ds_shape`) has cut it."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigurationError(f"parameter {place.name} has no shape yet; run a forward before routing it.")
+    attached = attached_layout(parameter)
+    if attached is not None:
+        return attached.layout.global_shape
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     flat = getattr(parameter, "_is_flat_param", False) or type(parameter).__name__ == "FlatParameter"
     matrix = isinstance(place.module, (nn.Linear, nn.Embedding)) and place.own_name == "weight"

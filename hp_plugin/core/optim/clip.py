@@ -137,7 +137,7 @@ def _by_shard_groups(parameters: Sequence[torch.Tensor]) -> list[tuple[Groups, l
             groups = seen[key]
         attached = attached_layout(param)
         if attached is not None:  # a sharding plan has divided it over axes of its own
-            groups = (*groups, *attached.shard_groups)
+            groups = (*groups, *attached.norm_groups)
         names = tuple(group.group_name for group in groups)
         buckets.setdefault(names, (groups, []))[1].append(param)
     return list(buckets.values())
