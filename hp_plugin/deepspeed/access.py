@@ -160,6 +160,12 @@ def write_local(target: torch.Tensor, value: torch.Tensor) -> None:
     local.copy_(value.reshape(local.shape))
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of all micro-batches so far, a shard; None where there is none. Every rank must call."""
+    engine_of(parameter).complete_gradients()
+    return parameter.grad
+
+
 def state_of(parameter: torch.Tensor, key: str) -> torch.Tensor | None:
     """The optimizer's state `key` of a parameter, sharded as it; None where there is none yet."""
     optimizer = engine_of(parameter).basic_optimizer

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_plugin.core.optim.clip import clip_grads_with_norm_
 from hp_plugin.core.topology import Topology, mesh_from_group
-from hp_plugin.deepspeed import checkpoint, operations, optimizers, precision, refusals, reporting, weights
+from hp_plugin.deepspeed import adoption, checkpoint, operations, optimizers, precision, refusals, reporting, weights
 from hp_plugin.deepspeed.access import mark_parameters
 from hp_plugin.deepspeed.experts import Experts
 from hp_plugin.deepspeed.observation import CommunicationLog
@@ -48,6 +48,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
     compute_dtype: torch.dtype | None
     loss_scaler: EngineScaler | None
     inside_no_sync_ctxt: bool
+    _former: HyperFSDPEngine | None
 
     def __init__(self, args: Any, model: nn.Module, *positional: Any, **keywords: Any) -> None:
         config = keywords["config_class"]
@@ -67,7 +68,12 @@ class HyperFSDPEngine(DeepSpeedEngine):
         own["loss_scaler"] = None
         own["_is_unreduced"] = False
         own["_has_seen_backward"] = False
+        own["_has_given_up_model"] = False
         own["_communication_log"] = CommunicationLog()
+        own["_former"] = former = adoption.former_engine(model)
+        if former is not None:
+            adoption.check_same(former, model, options=options, compute_dtype=self.compute_dtype)
+            keywords["dont_change_device"] = True  # torch cannot move what hooks of units refer to
         if model_parameters := keywords.get("model_parameters"):
             keywords["model_parameters"] = list(model_parameters)
         config.zero_optimization_stage, config.zero_enabled, config.zero_config.stage = 0, False, 0
@@ -79,6 +85,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
             self.torch_autocast_z0_gradscaler = self.loss_scaler
         self._support_torch_style_backward = True
         self._replacements.forget()
+        del own["_former"]
 
     # ---------------------------------------------------------------- construction
 
@@ -89,6 +96,9 @@ class HyperFSDPEngine(DeepSpeedEngine):
                 f"the mpu that was given has {self.mp_world_size} model-parallel ranks, over which HyperFSDP does not "
                 "sum norms; leave mpu out: weights are sharded over the same ranks."
             )
+        if self._former is not None:
+            adoption.take_over(self, self._former)
+            return
         super()._broadcast_model()
         options = self.hyperfsdp
         topology = Topology.detect(options.supernode_size)
@@ -113,6 +123,22 @@ class HyperFSDPEngine(DeepSpeedEngine):
         mark_parameters(self)
         units = self.module.fsdp_units()
         reporting.say(f"HyperFSDP: {len(units)} units over {dict(zip(MESH_AXES, self.mesh.shape))}")
+
+    def give_up_model(self) -> None:
+        """Leaves the model to a later engine; every rank must call. This one refuses to train from then on."""
+        self.zero_grad()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            hook = self.__dict__.get(name)
+            if hook is not None:
+                hook.remove()
+        self._has_given_up_model = True
+
+    def _check_has_model(self) -> None:
+        if self._has_given_up_model:
+            raise ConfigurationError(
+                "deepspeed.initialize was called again with the model of this engine, which therefore cannot be used "
+                "any more; use the engine that the later call returned."
+            )
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
         return optimizers.is_known(optimizer_name) or super()._is_supported_optimizer(optimizer_name)
@@ -145,6 +171,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
 
         It is decided here and not in forward: Accelerate says which micro-batch is the last one after its forward.
         """
+        self._check_has_model()
         crosses = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.module.set_requires_all_reduce(crosses)
         # With a breakdown of times, backward leaves the wait for what still travels to allreduce_gradients.
@@ -182,6 +209,20 @@ class HyperFSDPEngine(DeepSpeedEngine):
         if self.is_gradient_accumulation_boundary() and (self._is_unreduced or self.wall_clock_breakdown()):
             self._finish_reduction()
 
+    def complete_gradients(self) -> None:
+        """Makes `.grad` the sum of all micro-batches so far; every rank must call.
+
+        Between micro-batches sums wait for their reduction between supernodes. What is reduced early is added to by
+        later micro-batches, at the price of one more reduction.
+        """
+        if self._is_unreduced:
+            self._finish_reduction()
+
+    def zero_grad(self) -> None:
+        """Drops gradients, also what micro-batches inside `no_sync` have left; every rank must call."""
+        self.complete_gradients()
+        super().zero_grad()
+
     def _finish_reduction(self) -> None:
         self.module.reduce_pending_gradients()
         self._is_unreduced = False
@@ -190,7 +231,8 @@ class HyperFSDPEngine(DeepSpeedEngine):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside reduce within the supernode only. Every rank must use it alike."""
         if self.inside_no_sync_ctxt:
-            raise ConfigurationError("no_sync() is open already; it cannot be nested.")
+            # The error, and its words, that DeepSpeed has for it.
+            raise AssertionError("no_sync context manager reentry is unsupported: no_sync() is open already.")
         self.inside_no_sync_ctxt = True
         try:
             yield
@@ -207,6 +249,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
     # ---------------------------------------------------------------- step
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        self._check_has_model()
         if not self._has_seen_backward and any(p.grad is not None for p in self.module.parameters()):
             raise ConfigurationError(
                 "gradients were made past the engine, which neither scaled the loss nor knew how far to reduce them; "
@@ -267,7 +310,22 @@ class HyperFSDPEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes `save_dir/tag`, which loads on any number of ranks and supernodes; every rank must call."""
+        """Writes `save_dir/tag`, which loads on any number of ranks and supernodes; every rank must call.
+
+        Args:
+            save_dir: On a file system that all ranks share.
+            tag: Name of the folder, the same on every rank; None is `global_step<N>`.
+            client_state: The caller's own values, which each rank gets back as it gave them.
+            save_latest: Whether `save_dir/latest` shall name this checkpoint.
+            exclude_frozen_parameters: Leave out parameters that do not require a gradient.
+
+        Returns:
+            True.
+
+        Raises:
+            HyperParallelError: A rank could not write; what was there before is unchanged.
+        """
+        self._check_has_model()
         return checkpoint.save(
             self, save_dir, tag, client_state or {}, save_latest=save_latest, skip_frozen=exclude_frozen_parameters
         )
@@ -282,11 +340,27 @@ class HyperFSDPEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Reads what `save_checkpoint` wrote, on any mesh; every rank must call.
+        """Reads a checkpoint of this engine on any mesh, of ZeRO-1, 2 or 3 on any number of ranks, or a universal one.
+
+        Every rank must call. What the folder holds is recognised; see docs/deepspeed.md for what of each is loaded.
+
+        Args:
+            load_dir: What `save_checkpoint` was given.
+            tag: Of the checkpoint; None is what `load_dir/latest` names, or `latest_universal`.
+            load_module_strict: Whether the model's parameter names must be those of the checkpoint.
+            load_optimizer_states: Load the state of the optimizer too, converted where another one wrote it.
+            load_lr_scheduler_states: Load the learning-rate scheduler too.
+            load_module_only: Load weights alone: neither optimizer, scheduler nor counters.
+            custom_load_fn: Refused.
 
         Returns:
-            The folder and the client state, or (None, None) where there is no checkpoint to resume from.
+            The folder and this rank's client state, or (None, None) where there is no checkpoint to resume from.
+
+        Raises:
+            ConfigurationError: There is no checkpoint of that tag, or it does not fit the model or the optimizer.
+            UnsupportedError: It is one that cannot be read, or `custom_load_fn` was given.
         """
+        self._check_has_model()
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "custom_load_fn gets full weights, which HyperFSDP never has in one place; load without it, or write "

@@ -45,13 +45,15 @@ def _set_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str, w
 
 
 def _get_grad(param: torch.Tensor, read: Read) -> torch.Tensor | None:
-    return None if param.grad is None else read(param.grad)
+    gradient = access.gradient_of(param)
+    return None if gradient is None else read(gradient)
 
 
 def _set_grad(param: torch.Tensor, value: torch.Tensor, write: Write) -> None:
-    if param.grad is None:
+    gradient = access.gradient_of(param)
+    if gradient is None:
         raise ConfigurationError("this parameter has no gradient; there is one between backward and step.")
-    write(param.grad, value)
+    write(gradient, value)
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
@@ -106,8 +108,9 @@ def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
     def function(param_list: Any, update_func: Callable[..., torch.Tensor]) -> Any:
         parameters = list(param_list)
         for param in filter(access.is_ours, parameters):
-            if param.grad is not None:
-                access.write_full(param.grad, update_func(access.full_value(param.grad), param))
+            gradient = access.gradient_of(param)
+            if gradient is not None:
+                access.write_full(gradient, update_func(access.full_value(gradient), param))
         others = [param for param in parameters if not access.is_ours(param)]
         return original(others, update_func) if others else None
 
