@@ -6,7 +6,7 @@ Importing it imports torch and nothing of a host framework, initialises no devic
 from __future__ import annotations
 
 from hp_plugin._version import __version__
-from hp_plugin.core.dtensor import ShardingPlan, apply_plan, validate
+from hp_plugin.core.dtensor import ShardingPlan, apply_plan, simulate, validate
 from hp_plugin.core.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from hp_plugin.core.muon import HyperMuon
 from hp_plugin.core.optim import HyperAdamW, clip_grad_norm_
@@ -30,5 +30,6 @@ __all__ = [
     "build_mesh",
     "clip_grad_norm_",
     "fully_shard",
+    "simulate",
     "validate",
 ]

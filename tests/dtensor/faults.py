@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hp_plugin.core.dtensor import applied_plan
+
 Fault = Callable[[nn.Module], None]
 
 
@@ -54,10 +56,11 @@ def bias_is_added_by_every_rank(model: nn.Module) -> None:
 
 def shards_are_swapped(model: nn.Module) -> None:
     weight = model.get_submodule("layers.0.attention").wv.weight  # type: ignore[union-attr]
-    pieces = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, weight.detach())
+    line = applied_plan(model).lines["tp"]  # type: ignore[union-attr]
+    pieces = [torch.empty_like(weight) for _ in range(line.size)]
+    dist.all_gather(pieces, weight.detach(), group=line.group)
     with torch.no_grad():
-        weight.copy_(pieces[-1 - dist.get_rank()])
+        weight.copy_(pieces[-1 - line.rank])
 
 
 def lookup_ignores_the_offset(model: nn.Module) -> None:

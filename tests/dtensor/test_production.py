@@ -168,8 +168,8 @@ def uses_of_a_model() -> None:
         apply_plan(nn.Identity(), ShardingPlan(axes={"cp": 2}), mesh)
     with pytest.raises(ConfigurationError, match="4 ranks on axis tp, but the mesh has 2"):
         apply_plan(nn.Identity(), ShardingPlan(axes={"tp": 4}), mesh)
-    with pytest.raises(UnsupportedError, match='mode="validation" is not supported yet'):
-        apply_plan(nn.Identity(), plan, mesh, mode="validation")
+    with pytest.raises(ConfigurationError, match='mode="fast" is unknown'):
+        apply_plan(nn.Identity(), plan, mesh, mode="fast")  # type: ignore[arg-type]
     ids, _ = make_batch(SHAPE)
     with pytest.raises(ConfigurationError, match=r"module layers.0, input x: dim 1 .* 7 is not a multiple of 2"):
         model(ids[:, :7])

@@ -12,6 +12,7 @@ from hp_plugin.core.dtensor.planner import plan_transformer
 from hp_plugin.core.dtensor.report import Comparison, PlanMismatchError, ValidationReport
 from hp_plugin.core.dtensor.torch_styles import plan_from_styles
 from hp_plugin.core.dtensor.validate import validate
+from hp_plugin.core.dtensor.validation import SimulationReport, simulate
 
 __all__ = [
     "AppliedPlan",
@@ -23,6 +24,7 @@ __all__ = [
     "ParameterSpec",
     "PlanMismatchError",
     "ShardingPlan",
+    "SimulationReport",
     "ValidationReport",
     "applied_plan",
     "apply_plan",
@@ -31,6 +33,7 @@ __all__ = [
     "plan_from_styles",
     "plan_transformer",
     "shard",
+    "simulate",
     "validate",
     "vocabulary_parallel_cross_entropy",
 ]

@@ -94,8 +94,14 @@ def loss_axis(plan: ShardingPlan) -> str | None:
 def loss_function(model: nn.Module) -> LossFunction:
     """The cross-entropy that fits the logits which `model` returns: `loss(logits, targets, **options of torch's)`.
 
-    `torch.nn.functional.cross_entropy` on (..., vocabulary) logits, or its counterpart for divided ones.
+    `torch.nn.functional.cross_entropy` on (..., vocabulary) logits, or its counterpart for divided ones. Of a model in
+    validation mode, the loss is followed too.
     """
+    follower = getattr(model, "_hp_follower", None)
+    return _loss_function(model) if follower is None else follower.loss(_loss_function(model))  # type: ignore[union-attr, operator, no-any-return]
+
+
+def _loss_function(model: nn.Module) -> LossFunction:
     applied = applied_plan(model)
     axis = loss_axis(applied.plan) if applied is not None else None
     if applied is None or axis is None or applied.lines[axis].size == 1:
