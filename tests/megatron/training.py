@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.megatron.whole_weights import whole_weights
 
+CORPUS_TOKENS = 2_000_000
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -84,6 +85,15 @@ def train_until_signal(*, argv: list[str], iteration: int) -> Run:
 
     training.training_log = training_log
     return train(argv=argv)
+
+
+def make_corpus(directory: Path) -> list[str]:
+    """Builds a small corpus in a process of its own; gives the arguments that name it."""
+    from tests.support import run_ranks
+
+    prefix = str(directory / "stdlib")
+    run_ranks(1, build_corpus, flavour="megatron", timeout=120, prefix=prefix, tokens=CORPUS_TOKENS)
+    return ["--data-path", prefix, "--data-cache-path", str(directory / "cache")]
 
 
 def build_corpus(*, prefix: str, tokens: int) -> dict[str, int]:

@@ -144,7 +144,7 @@ def locate(forward: Sequence[Comparison], backward: Sequence[Comparison]) -> tup
     return None, ""
 
 
-_NEARLY = 0.9
+_NEARLY = 0.75
 
 
 def _nearly_all_wrong(backward: Sequence[Comparison]) -> bool:

@@ -64,7 +64,9 @@ class HyperFSDPOptions(BaseModel):
         description="validation compares the first steps with the same steps of stock Megatron on one rank",
     )
     validation_steps: PositiveInt = Field(
-        1, title="a positive number", description="steps that are compared in validation mode"
+        2,
+        title="a positive number",
+        description="steps that are compared in validation mode; in the first of a warm-up the learning rate is 0",
     )
     validation_then: Literal["continue", "stop"] = Field(
         "continue", title="continue or stop", description="what follows the last step that is compared"

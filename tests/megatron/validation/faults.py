@@ -121,8 +121,8 @@ def _shifted_vocabulary(chunk: Any) -> None:
 
     embedding = getattr(unwrapped(chunk), "embedding", None)
     if embedding is not None and _rank_of("tensor_model_parallel") == 1:
-        embedding.word_embeddings.vocab_start_index -= 1
-        embedding.word_embeddings.vocab_end_index -= 1
+        embedding.word_embeddings.vocab_start_index -= 28  # letters; there are few tokens at the end of a half
+        embedding.word_embeddings.vocab_end_index -= 28
 
 
 def _copies_differ(chunk: Any) -> None:
@@ -204,9 +204,8 @@ def _stale_activation(chunk: Any) -> None:
     receive = decoder.set_input_tensor
 
     def set_input_tensor(tensor: Any) -> None:
-        before.append(tensor)
-        late = before.pop(0) if len(before) > 1 else tensor
-        receive(late.detach().requires_grad_() if late is not tensor else tensor)
+        before.append(tensor.detach().clone())
+        receive(tensor + (before.pop(0) - tensor).detach() if len(before) > 1 else tensor)
 
     decoder.set_input_tensor = set_input_tensor
 

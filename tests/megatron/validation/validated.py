@@ -1,4 +1,4 @@
-"""Rank function: a job in validation mode, with or without a fault, and what its reports say."""
+"""A job in validation mode, with or without a fault, and what its reports say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ import functools
 import sys
 from typing import Any
 
+from tests.megatron.cases import tiny_job
 from tests.megatron.training import Run, _observe, example
 from tests.megatron.validation.faults import FAULTS
+from tests.support import run_ranks
+
+TIME_LIMIT_S = 240.0
+
+
+def job_arguments(corpus: list[str], job: str) -> list[str]:
+    """Three iterations of the tiny GPT with HyperFSDP, and the arguments of a case."""
+    shared = tiny_job("--train-iters", "3")
+    return [*shared, *corpus, "--use-hyperfsdp", "--hyperfsdp-supernode-size", "2", *job.split()]
+
+
+def run_validated(ranks: int, argv: list[str], *more: str, fault: str | None = None) -> list[dict[str, Any]]:
+    """What `validate` says on every rank."""
+    argv = [*argv, "--hyperfsdp-mode", "validation", *more]
+    return run_ranks(ranks, validate, flavour="megatron", timeout=TIME_LIMIT_S, argv=argv, fault=fault)
 
 
 def validate(*, argv: list[str], fault: str | None = None) -> dict[str, Any]:
