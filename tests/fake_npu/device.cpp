@@ -224,6 +224,21 @@ void log_argument(const c10::IValue& value, bool is_written, bool is_read, const
   }
 }
 
+// A device's kernel does not take host memory, but for single numbers.
+void refuse_host_memory(const c10::IValue& value, const std::string& name) {
+  const auto one = [&](const at::Tensor& tensor) {
+    TORCH_CHECK(!tensor.defined() || tensor.device().is_privateuseone() || tensor.dim() == 0, name,
+                " was given a tensor on ", tensor.device(), " beside one on ", c10::Device(kDevice, 0));
+  };
+  if (value.isTensor()) {
+    one(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      one(tensor);
+    }
+  }
+}
+
 // Runs the CPU's kernel on copies, and logs which memory a kernel of a device would have read and written.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -232,6 +247,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; inside_kernel == 0 && i < schema.arguments().size(); ++i) {
     const auto* alias = schema.arguments()[i].alias_info();
     const bool is_written = alias != nullptr && alias->isWrite();
+    refuse_host_memory((*stack)[first + i], name);
     log_argument((*stack)[first + i], is_written, !schema.arguments()[i].is_out(), name);
   }
   ++inside_kernel;
