@@ -156,7 +156,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ConfigurationError("fully_shard got an empty list of modules")
     for module in modules:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigurationError(
                 f"fully_shard got a {type(module).__name__}, which has no forward to hook; shard its members, or the "
                 "module that holds it"
