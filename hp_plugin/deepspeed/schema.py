@@ -35,7 +35,12 @@ class HyperFSDPConfig(BaseModel):
         "auto", title='"auto", "shm", "symm_mem" or "c10d"', description="how bytes move inside a supernode"
     )
     mode: Literal["production", "validation"] = Field(
-        "production", title='"production" or "validation"', description="as in fully_shard"
+        "production",
+        title='"production" or "validation"',
+        description="validation compares the first steps with the same steps of the unsharded model",
+    )
+    validation_steps: PositiveInt = Field(
+        2, title="a positive number", description="steps that are compared in validation mode"
     )
     optimizer_sharding: Literal["auto", "shard", "shard_replicate"] = Field(
         "auto", title='"auto", "shard" or "shard_replicate"', description="as in fully_shard"

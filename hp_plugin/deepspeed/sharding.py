@@ -49,7 +49,6 @@ def shard_model(
         mesh=mesh,
         mp_policy=policy,
         transport=options.transport,
-        mode=options.mode,
         optimizer_sharding=options.optimizer_sharding,
         bucket_bytes=options.bucket_bytes,
         window=options.window,
