@@ -39,7 +39,7 @@ class _Installation:
     def patch(self) -> None:
         """Puts our names in place; DeepSpeed has been imported."""
         targets.check_targets(self.version)
-        for name in ("dispatch", "gathered", "tensors", "operations"):
+        for name in ("dispatch", "gathered", "tensors", "zero_to_fp32", "operations"):
             module = importlib.import_module(f"hp_plugin.deepspeed.{name}")
             self.undo.append(module.install())
 

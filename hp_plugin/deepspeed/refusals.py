@@ -86,9 +86,6 @@ REFUSALS = (
     Refusal("sparse_gradients", _on, "gradients of embeddings are dense shards", "remove it"),
     Refusal("bf16.bf16_master_weights_and_grads", _on, _ACCUMULATION, "remove it"),
     Refusal("bf16.bf16_optimizer_states", _on, _ACCUMULATION, "remove it"),
-    Refusal(
-        "bf16.immediate_grad_update", _on, _ACCUMULATION, "remove it: gradients are reduced during backward anyway"
-    ),
     Refusal("fp16.fp16_master_weights_and_grads", _on, _ACCUMULATION, "remove it"),
     Refusal(
         "data_types.grad_accum_dtype",

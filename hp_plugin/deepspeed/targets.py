@@ -98,6 +98,11 @@ REPLACED = (
         )
     ),
     Target(f"{_TENSORS}:safe_update_full_grad_vectorized", ("param_list", "update_func"), "knows our parameters"),
+    Target(
+        "deepspeed.utils.zero_to_fp32:_get_fp32_state_dict_from_zero_checkpoint",
+        ("ds_checkpoint_dir", "exclude_frozen_parameters"),
+        "reads our checkpoints too",
+    ),
     Target("deepspeed.comm.torch:build_shm_op", (), "on CPU, uses the compiled helper only where it is built already"),
 )
 """Names that are replaced in DeepSpeed; for parameters that are not ours the originals run."""

@@ -65,6 +65,39 @@ def gradients_so_far(*, supernode_size: int) -> None:
     assert_equal_gradients()
 
 
+def other_parameters_in_every_micro_batch(*, supernode_size: int) -> None:
+    """What is trained may change between micro-batches, as in ZeRO: each gradient is the sum over its own ones."""
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed = start()
+    engine = initialize(deepspeed, _config(supernode_size))
+    plain = build_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
+    pairs = list(zip(engine.module.parameters(), plain.parameters(), strict=True))
+    world = dist.get_world_size()
+    for step in range(2):
+        for micro in range(ACCUMULATION):
+            for index, pair in enumerate(pairs):
+                for parameter in pair:
+                    parameter.requires_grad_(index % 2 == micro % 2)
+            engine.backward(engine(batch(step, micro, dist.get_rank())))
+            for rank in range(world):
+                (plain(batch(step, micro, rank)) / (ACCUMULATION * world)).backward()
+            if micro == ACCUMULATION - 1:
+                for parameter, own in pairs:
+                    torch.testing.assert_close(safe_get_full_grad(parameter), own.grad, rtol=0, atol=2e-7)
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _, own in pairs:
+        own.requires_grad_(True)
+    for parameter, _ in pairs:
+        parameter.requires_grad_(True)
+    for name, weight in full_weights(engine).items():
+        torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=0, atol=2e-6)
+
+
 def second_engine(*, supernode_size: int, has_client: bool, **more: Any) -> None:
     """A second engine on a model goes on from its weights with an optimizer of its own, as one on a new model does."""
     deepspeed = start()

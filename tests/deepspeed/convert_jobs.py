@@ -48,6 +48,37 @@ def save_and_tell(*, directory: str, engine: str, **kind: Any) -> dict[str, dict
     return found
 
 
+def read_with_zero_to_fp32(*, directory: str, bf16: bool) -> None:
+    """DeepSpeed's functions that make one state dict of a checkpoint do so of ours, saved before any step and after."""
+    import torch.distributed as dist
+    from deepspeed.utils import zero_to_fp32
+
+    built = build("ours", bf16=bf16, supernode_size=2)
+    built.save_checkpoint(directory, tag="untrained")
+    train(built, Run(), 0, 2)
+    built.save_checkpoint(directory)
+    expected = {**weights(built), "scale": built.module.scale.detach().clone()}
+    if dist.get_rank() != 0:
+        return
+    read = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    found = read(directory)
+    assert found.keys() == {*expected, "head.weight"}
+    assert found["head.weight"] is found["embedding.weight"]  # tied
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight.float()), name
+    assert all(tensor.dtype == torch.float32 for name, tensor in found.items() if name != "scale")
+    for tag in ("untrained", None):
+        assert read(directory, tag, True).keys() == found.keys() - {"blocks.0.norm.weight"}
+
+    model = build_model(tied=True)
+    model.register_buffer("scale", torch.zeros(2))
+    zero_to_fp32.load_state_dict_from_zero_checkpoint(model, directory)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in found.items())
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(directory, f"{directory}/out", max_shard_size=None)
+    stored = torch.load(f"{directory}/out/pytorch_model.bin")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in found.items())
+
+
 def muon_alone(*, saved: dict[str, dict[str, torch.Tensor]], momentum: str) -> Run:
     """Plain torch in one process: HyperMuon goes on from weights and moments that are given."""
     from hp_plugin import HyperMuon

@@ -20,6 +20,21 @@ def test_gradients_can_be_read_and_dropped_between_micro_batches(ranks: int, sup
 
 
 @pytest.mark.parametrize(
+    ("ranks", "supernode_size"),
+    [pytest.param(2, 1, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
+)
+@pytest.mark.timeout(400)
+def test_what_is_trained_may_change_between_micro_batches(ranks: int, supernode_size: int) -> None:
+    run_ranks(
+        ranks,
+        again_jobs.other_parameters_in_every_micro_batch,
+        flavour="deepspeed",
+        timeout=200,
+        supernode_size=supernode_size,
+    )
+
+
+@pytest.mark.parametrize(
     ("ranks", "supernode_size", "has_client", "more"),
     [
         pytest.param(2, 2, False, {}, id="json"),

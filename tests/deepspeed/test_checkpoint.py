@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.deepspeed import helpers
+from tests.deepspeed import convert_jobs, helpers
 from tests.deepspeed.training import Run
 from tests.support import run_ranks
 
@@ -83,3 +83,11 @@ def test_parts_of_a_checkpoint_and_what_is_none(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     run_ranks(2, helpers.save_without_frozen, flavour="deepspeed", timeout=200, directory=str(tmp_path))
+
+
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.timeout(400)
+def test_zero_to_fp32_reads_our_checkpoints(bf16: bool, tmp_path: Path) -> None:
+    run_ranks(
+        2, convert_jobs.read_with_zero_to_fp32, flavour="deepspeed", timeout=200, directory=str(tmp_path), bf16=bf16
+    )

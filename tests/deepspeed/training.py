@@ -159,7 +159,14 @@ def initialize(
 
 
 def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Full weights in fp32 on every rank."""
+    """Full weights in fp32 on every rank; frozen ones in their own dtype, for which ZeRO has no fp32 value."""
+    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    named = dict(engine.module.named_parameters())
+    frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
+    with deepspeed.zero.GatheredParameters(frozen, enabled=bool(frozen)):
+        return {
+            name: (safe_get_full_fp32_param(p) if p.requires_grad else p.data).detach().clone()
+            for name, p in named.items()
+        }
