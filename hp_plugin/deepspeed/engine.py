@@ -22,6 +22,7 @@ from hp_plugin.deepspeed.replacements import Replacements, check_live
 from hp_plugin.deepspeed.scaler import EngineScaler, LossScale
 from hp_plugin.deepspeed.schema import HyperFSDPConfig, read_block
 from hp_plugin.deepspeed.sharding import shard_model
+from hp_plugin.deepspeed.validation import Validation, copy_of
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 MESH_AXES = ("dp_replicate", "dp_shard")
@@ -51,6 +52,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
     _former: HyperFSDPEngine | None
     _all_parameters: list[nn.Parameter] | None
     _was_trainable: list[bool] | None
+    _validation: Validation | None
 
     def __init__(self, args: Any, model: nn.Module, *positional: Any, **keywords: Any) -> None:
         config = keywords["config_class"]
@@ -70,6 +72,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         own["loss_scaler"] = None
         own["_is_unreduced"] = False
         own["_has_seen_backward"] = False
+        own["_validation"] = None
         own["_has_given_up_model"] = False
         own["_all_parameters"] = own["_was_trainable"] = None
         own["_communication_log"] = CommunicationLog()
@@ -104,6 +107,11 @@ class HyperFSDPEngine(DeepSpeedEngine):
             return
         super()._broadcast_model()
         options = self.hyperfsdp
+        if options.mode == "validation":
+            alone = copy_of(self.module)
+            self.__dict__["_validation"] = Validation(
+                alone, steps=options.validation_steps, compute_dtype=self.compute_dtype
+            )
         topology = Topology.detect(options.supernode_size)
         reporting.say(topology.describe())
         self.mesh = mesh_from_group(
@@ -193,7 +201,10 @@ class HyperFSDPEngine(DeepSpeedEngine):
         """See DeepSpeed. Between micro-batches `requires_grad` of parameters may change, on every rank alike."""
         if self._is_unreduced and self._trainable() != self._was_trainable:
             self._finish_reduction()  # what waits is of other parameters than the next sum
-        return super().forward(*inputs, **kwargs)
+        output = super().forward(*inputs, **kwargs)
+        if self._validation is not None and self.module.training:
+            self._validation.saw(inputs, kwargs, output)
+        return output
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See DeepSpeed. Every micro-batch is reduced inside the supernode, the last of a step between them too."""
@@ -279,21 +290,36 @@ class HyperFSDPEngine(DeepSpeedEngine):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = self.experts.total_grad_norm(parameters)
         optimizer.overflow = not torch.isfinite(norm).item()
-        if not optimizer.overflow:
-            if self.loss_scaler is not None:
-                self.loss_scaler.unscale(parameters)
-                norm = norm / self.loss_scaler.applied
-            if self.gradient_clipping() > 0.0:
-                clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
+        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.applied
+        if not optimizer.overflow and self.loss_scaler is not None:
+            self.loss_scaler.unscale(parameters)
+            norm = norm / scale
+        compared = self._compared_step(norm, scale)
         optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
         if self.loss_scaler is not None:
             self.loss_scaler.finish_step(optimizer.overflow)
         with (
+            compared,
             precision.fp32_inside(self._config),
             _without_step(optimizer) if optimizer.overflow else contextlib.nullcontext(),
         ):
+            if self.gradient_clipping() > 0.0 and not optimizer.overflow:
+                clip_grads_with_norm_(parameters, self.gradient_clipping(), norm)
             super()._take_model_step(*args, **kwargs)
         self._communication_log.record(self.module.fsdp_counters())
+
+    def _compared_step(self, norm: torch.Tensor, scale: float) -> contextlib.AbstractContextManager[None]:
+        """What stands around a step in validation mode."""
+        validation, optimizer = self._validation, self.optimizer
+        if validation is None or validation.is_over:
+            self._validation = None
+            return contextlib.nullcontext()
+        if optimizer.overflow:
+            validation.forget()
+            return contextlib.nullcontext()
+        return validation.step(
+            self.module, self.basic_optimizer, norm=float(norm), clip=self.gradient_clipping(), scale=scale
+        )
 
     def clip_fp32_gradients(self) -> None:
         """Nothing: gradients were clipped by their norm over all shards before."""
