@@ -81,6 +81,9 @@ def make_transformer(family: str) -> nn.Module:
         sizes["head_dim"] = 8
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 32
+    # Norms and routers of transformers compute in fp32 whatever their input is, so that rounding would be that of fp32.
+    torch.float = torch.float32 = torch.float64  # type: ignore[misc]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **sizes)
     config._attn_implementation = config._experts_implementation = "eager"

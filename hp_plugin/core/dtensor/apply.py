@@ -110,8 +110,19 @@ def _lines(plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, AxisGroup]:
 
 
 def _ranks(plan: ShardingPlan, mesh: DeviceMesh) -> tuple[torch.Tensor, tuple[int, ...]]:
-    names = mesh.mesh_dim_names or ()
-    return mesh.mesh, tuple(index for index, axis in enumerate(names) if axis in plan.axes)
+    """The global ranks of the mesh that `mesh` is a part of, if it is one, and where the plan's axes are in it."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _mesh_resources().get_root_mesh(mesh)
+    names = root.mesh_dim_names or ()
+    if not set(plan.axes) <= set(names):  # an axis that was made of several
+        root, names = mesh, mesh.mesh_dim_names or ()
+    return root.mesh, tuple(names.index(axis) for axis in plan.axes)
+
+
+def _mesh_resources() -> Any:
+    """Where older releases of torch keep which mesh is a part of which."""
+    from torch.distributed.device_mesh import _mesh_resources as found  # type: ignore[attr-defined]
+
+    return found
 
 
 def _dispatches(modules: Mapping[str, nn.Module], applied: AppliedPlan) -> dict[str, Dispatch]:

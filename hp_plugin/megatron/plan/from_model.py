@@ -88,7 +88,7 @@ class _Reader:
             )
         else:
             prefix, local, rest = match.groups()
-            count = len(self.modules[prefix[:-1]])  # type: ignore[arg-type]
+            count = len(list(self.modules[prefix[:-1]].children()))
             for rank in range(self.axes.experts or 1):
                 yield f"{prefix}{rank * count + int(local)}{rest}"
 
