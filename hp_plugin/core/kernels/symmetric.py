@@ -47,7 +47,9 @@ def symmetric_product(
         implementation: `triton`, `blocks` or `torch`; None takes what the table says.
 
     Returns:
-        `out`.
+        `out`, symmetric bit for bit: the Gram form of Newton-Schulz in float16 rests on that, since rounding that
+        differs on the two sides of the diagonal mixes into its small singular values (on 257 x 300 Gaussian numbers an
+        error of 6e-2 instead of 4e-3).
     """
     m = left.shape[-2]
     if out is None:
@@ -73,9 +75,10 @@ def symmetric_product(
 def symmetric_product_reference(
     left: Tensor, right: Tensor, *, add: Tensor | None, alpha: float, beta: float, shift: float, out: Tensor
 ) -> None:
-    """The torch implementation of `symmetric_product`: the whole product."""
+    """The torch implementation of `symmetric_product`: the whole product, of which the lower triangle is kept."""
     with torch.no_grad():
         _product(left, right, add=add, alpha=alpha, beta=beta, out=out)
+        _mirror_(out)
         if shift:
             out.diagonal(dim1=-2, dim2=-1).add_(shift)
 
@@ -94,7 +97,7 @@ def block_symmetric_product(
     """`symmetric_product` by halves: the two blocks on the diagonal recursively, the one below them as a product.
 
     Two levels compute 10 of 16 blocks, 62.5 % of the product, in 7 products of the vendor's library; what lies above
-    the diagonal is copied. The last level computes whole blocks, so those on the diagonal are symmetric up to rounding.
+    the diagonal is copied from below it.
     """
     with torch.no_grad():
         _lower_blocks(left, right, add, alpha, beta, out, levels)
@@ -108,6 +111,7 @@ def _lower_blocks(
     m = left.shape[-2]
     if levels == 0 or m < 2:
         _product(left, right, add=add, alpha=alpha, beta=beta, out=out)
+        _mirror_(out)
         return
     half = m // 2
     for part in (slice(0, half), slice(half, m)):
@@ -116,6 +120,11 @@ def _lower_blocks(
     below = None if add is None else add[..., half:, :half]
     _product(left[..., half:, :], right[..., :half, :], add=below, alpha=alpha, beta=beta, out=out[..., half:, :half])
     out[..., :half, half:].copy_(out[..., half:, :half].mT)
+
+
+def _mirror_(matrix: Tensor) -> None:
+    """Copies what is below the diagonal to above it."""
+    matrix.copy_(matrix.tril() + matrix.tril(-1).mT)
 
 
 def _product(left: Tensor, right: Tensor, *, add: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:

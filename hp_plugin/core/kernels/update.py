@@ -20,8 +20,10 @@ def decay_update_(target: Tensor, values: Tensor, decay: float, step: float, *, 
         exact: Round after the decay and after the update, as the reference does; a fused kernel rounds once.
     """
     chosen = "torch" if exact else table.kernels().choose("decay_update_", target.device.type, target.dtype)
-    fits = chosen == "triton" and is_floating_matrix(target) and is_floating_matrix(values)
-    if fits and not share_memory(target, values):
+    if chosen == "triton" and values.ndim == 2 and values.stride(1) != 1:
+        values = values.contiguous()  # a tall matrix comes out of Newton-Schulz transposed
+    fits = chosen == "triton" and target.shape == values.shape
+    if fits and is_floating_matrix(target) and is_floating_matrix(values) and not share_memory(target, values):
         from hp_plugin.core.kernels.triton_kernels import launch
 
         launch.decay_update_(target, values, decay, step)

@@ -39,9 +39,9 @@ def symmetric_product_kernel(
 ):
     """``out = alpha * left @ right^T + beta * add + shift * I``, known to be symmetric, half of it computed.
 
-    `left` and `right` are (batch, m, k), `add` and `out` (batch, m, m), all contiguous. Off the diagonal, a tile of the
-    lower triangle is written twice, the second time transposed. Sums are float32 and rounded once. UPCAST is for the
-    interpreter, whose product of bfloat16 is wrong.
+    `left` and `right` are (batch, m, k), `add` and `out` (batch, m, m), all contiguous. What is below the diagonal is
+    written twice, the second time transposed, so the result is symmetric bit for bit. Sums are float32 and rounded
+    once. UPCAST is for the interpreter, whose product of bfloat16 is wrong.
     """
     tiles = tl.cdiv(m, BLOCK)
     tiles_in_matrix = ((tiles + 1) // 2) * (tiles + 1)
@@ -70,6 +70,8 @@ def symmetric_product_kernel(
             total += beta * added.to(tl.float32)
         total += tl.where(rows[:, None] == cols[None, :], shift, 0.0)
         value = total.to(out_ptr.dtype.element_ty)
+        # Rounding leaves a tile on the diagonal a little unsymmetric, and the Gram form in float16 does not bear that.
+        value = tl.where(rows[:, None] >= cols[None, :], value, tl.trans(value))
         out_matrix = out_ptr + matrix * m * m
         tl.store(out_matrix + rows[:, None] * m + cols[None, :], value, mask=mask)
         if row != col:
