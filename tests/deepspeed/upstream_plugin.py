@@ -51,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     multiprocessing.set_forkserver_preload([*PRELOADED, *ours, "unit.common", *modules])
 
 
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> None:
+    """Makes classes that are fixtures known, in which a newer pytest than DeepSpeed's own finds none."""
+    if isinstance(obj, type) and getattr(obj, "is_dist_fixture", False) and getattr(obj, "world_size", None):
+        pytest.register_fixture(name=name, func=obj, node=collector)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Appends the outcome of a test: its name, "passed", "failed" or "skipped", why, and after how long."""
     if report.when != "call" and report.outcome == "passed":
@@ -73,14 +79,77 @@ def adopt(common: ModuleType | SimpleNamespace) -> None:
     common.DistributedExec._launch_procs = _launch
     # Between tests the launcher sleeps for half a second, so that a pool of the next finds its port free.
     common.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    common.reduce_boolean_flags = _reduce_boolean_flags
     engine = os.environ[ENGINE]
     _remember_the_processor()
     if engine == "hyperfsdp":
         import hp_plugin.deepspeed  # noqa: F401  # it installs itself
+
+        _compare_shards()
     import deepspeed
 
+    _name_the_device()
+    # What tests of 0.19.6 and before compare of two engines, and 0.19.8 has no more.
+    if not hasattr(deepspeed.DeepSpeedEngine, "sparse_tensor_module_names"):
+        deepspeed.DeepSpeedEngine.sparse_tensor_module_names = frozenset()
     if engine != "stock" and not hasattr(deepspeed.initialize, "__wrapped__"):
         deepspeed.initialize = _with_our_configuration(deepspeed.initialize)
+
+
+def _reduce_boolean_flags(flag: bool, op: Any = all) -> bool:
+    """What all ranks say; the tests' own gathers a tensor without dims, which gloo refuses."""
+    import torch.distributed as dist
+
+    flags: list[Any] = [flag]
+    if dist.is_initialized():
+        flags = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, flag)
+    return bool(op(flags))
+
+
+def _compare_shards() -> None:
+    """Comparisons of a shard compare it: with another shard as they are, with a plain tensor in full.
+
+    Tests compare parameters so, where those of ZeRO-3 are whole because they are small, or empty outside a forward.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    def plain(one: Any, other: Any) -> tuple[Any, Any]:
+        if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements == other.placements:
+            return one.to_local(), other.to_local()
+        return tuple(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+
+    for module, name in ((torch, "allclose"), (torch, "equal"), (torch.testing, "assert_close")):
+        original = getattr(module, name)
+        if hasattr(original, "__wrapped__"):
+            continue
+
+        @functools.wraps(original)
+        def compare(one: Any, other: Any, *arguments: Any, _original: Any = original, **options: Any) -> Any:
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                one, other = plain(one, other)
+            return _original(one, other, *arguments, **options)
+
+        setattr(module, name, compare)
+
+
+def _name_the_device() -> None:
+    """Gives tests a device that torch knows: the current one of a CPU has the number of the rank as its name."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().current_device = lambda: "cpu"
+    parallel = torch.nn.parallel.DistributedDataParallel
+    if not hasattr(parallel.__init__, "__wrapped__"):
+        original = parallel.__init__
+
+        @functools.wraps(original)
+        def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+            options.update(device_ids=None, output_device=None)
+            original(self, *arguments, **options)
+
+        parallel.__init__ = __init__
 
 
 def _remember_the_processor() -> None:
@@ -99,16 +168,24 @@ def _with_our_configuration(initialize: Any) -> Any:
         for name in ("config", "config_params"):
             if keywords.get(name) is not None:
                 keywords[name] = changed(keywords[name])
-                return initialize(*positional, **keywords)
+                return _without_wrapper(initialize(*positional, **keywords))
         arguments: Any = keywords.get("args", positional[0] if positional else None)
         if isinstance(path := getattr(arguments, "deepspeed_config", None), (str, Path)):
             arguments = copy.copy(arguments)
             arguments.deepspeed_config = None
             keywords["args"], positional = arguments, positional[1:] if positional else ()
             keywords["config"] = changed(path)
-        return initialize(*positional, **keywords)
+        return _without_wrapper(initialize(*positional, **keywords))
 
     return wrapped
+
+
+def _without_wrapper(returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lets tests that reach through ZeRO's optimizer for the one inside it find ours, which has no wrapper."""
+    optimizer = returned[0].optimizer
+    if os.environ[ENGINE] == "hyperfsdp" and optimizer is not None:
+        vars(optimizer)["optimizer"] = optimizer
+    return returned
 
 
 def changed(config: Any) -> Any:
