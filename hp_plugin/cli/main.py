@@ -140,3 +140,41 @@ def convert(
         print(json.dumps(dataclasses.asdict(report)))
     else:
         converting.render(report)
+
+
+@app.command()
+def validate(
+    config: Annotated[
+        str | None, typer.Option("--config", help="YAML: model, parallelism, plan, batch; see docs/sharding-plan.md.")
+    ] = None,
+    plan: Annotated[str | None, typer.Option("--plan", help="A sharding plan, YAML or JSON.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="module:function, or a folder with a config.json of transformers.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option("--rows", min=1, help="Of the batch of random tokens.")] = None,
+    sequence: Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a row.")] = None,
+    save_plan: Annotated[str | None, typer.Option("--save-plan", help="Write the plan to this file.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights and tokens.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Check a sharding plan against its model, and follow it through a training step on simulated ranks.
+
+    Runs in one process, without a job. Exits with 0 if the plan computes what one process does, else with 1.
+    """
+    from hp_plugin.cli import validate as validating
+    from hp_plugin.errors import HyperParallelError
+
+    if not as_json:
+        typer.echo("hp-plugin: following the plan; this takes a while for large models.", err=True)
+    try:
+        result = validating.run(
+            config, plan=plan, model=model, rows=rows, sequence=sequence, save_plan=save_plan, seed=seed
+        )
+    except HyperParallelError as error:
+        typer.echo(f"hp-plugin: error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(result.to_dict()))
+    else:
+        validating.render(result)
+    raise typer.Exit(0 if result.is_equal else 1)

@@ -161,6 +161,10 @@ class SimulatedMesh:
         """Number of axes."""
         return len(self._grid.axes)
 
+    def _get_root_mesh(self) -> SimulatedMesh:
+        """The mesh that this one is a part of, as of a `DeviceMesh`: itself."""
+        return self
+
     def size(self, axis: int | None = None) -> int:
         """Ranks along one axis, or of the mesh."""
         return self._grid.size if axis is None else self._grid.sizes[axis]
