@@ -259,7 +259,7 @@ class HyperFSDPEngine(DeepSpeedEngine):
         """Backward passes inside reduce within the supernode only. Every rank must use it alike."""
         if self.inside_no_sync_ctxt:
             # The error, and its words, that DeepSpeed has for it.
-            raise AssertionError("no_sync context manager reentry is unsupported: no_sync() is open already.")
+            raise AssertionError("no_sync context manager reentry is unsupported: no_sync() is open already")
         self.inside_no_sync_ctxt = True
         try:
             yield
@@ -269,6 +269,14 @@ class HyperFSDPEngine(DeepSpeedEngine):
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """As `no_sync`, and at the end of the block all of it is reduced between supernodes at once."""
+        # Both with the error, and its words, that DeepSpeed has for it.
+        if not getattr(self, "managed_gradient_accumulation", lambda: True)():  # older releases always manage it
+            raise AssertionError(
+                "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; the caller already "
+                "owns the accumulation boundary via step()"
+            )
+        if self.inside_no_sync_ctxt:
+            raise AssertionError("coalesce_grad_reduction cannot be nested inside another no_sync context")
         with self.no_sync():
             yield
         self._finish_reduction()

@@ -65,6 +65,22 @@ def gradients_so_far(*, supernode_size: int) -> None:
     assert_equal_gradients()
 
 
+def contexts_in_contexts(*, supernode_size: int) -> None:
+    """`no_sync` and `coalesce_grad_reduction` raise what DeepSpeed raises where they cannot be used."""
+    deepspeed = start()
+    engine = initialize(deepspeed, _config(supernode_size))
+    with engine.no_sync():
+        assert told(engine.no_sync().__enter__).startswith("AssertionError: no_sync context manager reentry")
+        assert "AssertionError: coalesce_grad_reduction cannot be nested" in told(
+            engine.coalesce_grad_reduction().__enter__
+        )
+    with engine.coalesce_grad_reduction():
+        assert told(engine.no_sync().__enter__).startswith("AssertionError: no_sync context manager reentry")
+    unmanaged = initialize(deepspeed, _config(supernode_size, managed_gradient_accumulation=False))
+    said = told(unmanaged.coalesce_grad_reduction().__enter__)
+    assert "not supported with managed_gradient_accumulation=False" in said
+
+
 def other_parameters_in_every_micro_batch(*, supernode_size: int) -> None:
     """What is trained may change between micro-batches, as in ZeRO: each gradient is the sum over its own ones."""
     import torch.distributed as dist

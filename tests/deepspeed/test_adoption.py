@@ -1,4 +1,4 @@
-"""`deepspeed.initialize` on a model that has an engine already; gradients that are read between micro-batches."""
+"""`deepspeed.initialize` on a model that has an engine already; what is asked of an engine between micro-batches."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from tests.support import run_ranks
 @pytest.mark.timeout(400)
 def test_gradients_can_be_read_and_dropped_between_micro_batches(ranks: int, supernode_size: int) -> None:
     run_ranks(ranks, again_jobs.gradients_so_far, flavour="deepspeed", timeout=200, supernode_size=supernode_size)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_contexts_that_cannot_be_nested_raise_what_deepspeed_raises() -> None:
+    run_ranks(2, again_jobs.contexts_in_contexts, flavour="deepspeed", timeout=200, supernode_size=2)
 
 
 @pytest.mark.parametrize(

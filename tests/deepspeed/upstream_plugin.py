@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ GRACE_SECONDS = 10.0
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets ranks start from a process that has imported what every test does; most of a short test is imports."""
-    modules = dict.fromkeys(item.getparent(pytest.Module).obj.__name__ for item in items)
+    modules = dict.fromkeys(item.module.__name__ for item in items if isinstance(item, pytest.Function))
     ours = ["hp_plugin.deepspeed.engine"] if os.environ[ENGINE] == "hyperfsdp" else []
     multiprocessing.set_forkserver_preload([*PRELOADED, *ours, "unit.common", *modules])
 
@@ -74,7 +74,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 # ---------------------------------------------------------------- in every process that imports unit.common
 
 
-def adopt(common: ModuleType | SimpleNamespace) -> None:
+def adopt(common: Any) -> None:
     """Gives the tests' launcher our way to start and end ranks, and `deepspeed.initialize` our block."""
     common.DistributedExec._launch_procs = _launch
     # Between tests the launcher sleeps for half a second, so that a pool of the next finds its port free.
@@ -115,10 +115,10 @@ def _compare_shards() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    def plain(one: Any, other: Any) -> tuple[Any, Any]:
+    def plain(one: Any, other: Any) -> list[Any]:
         if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements == other.placements:
-            return one.to_local(), other.to_local()
-        return tuple(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+            return [one.to_local(), other.to_local()]
+        return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (one, other)]
 
     for module, name in ((torch, "allclose"), (torch, "equal"), (torch.testing, "assert_close")):
         original = getattr(module, name)
@@ -140,22 +140,23 @@ def _name_the_device() -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().current_device = lambda: "cpu"
-    parallel = torch.nn.parallel.DistributedDataParallel
-    if not hasattr(parallel.__init__, "__wrapped__"):
-        original = parallel.__init__
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
+    original = parallel.__init__
+    if hasattr(original, "__wrapped__"):
+        return
 
-        @functools.wraps(original)
-        def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-            options.update(device_ids=None, output_device=None)
-            original(self, *arguments, **options)
+    @functools.wraps(original)
+    def construct(self: Any, *arguments: Any, **options: Any) -> None:
+        options.update(device_ids=None, output_device=None)
+        original(self, *arguments, **options)
 
-        parallel.__init__ = __init__
+    parallel.__init__ = construct
 
 
 def _remember_the_processor() -> None:
     """DeepSpeed asks for it whenever it loads a compiled helper, and every answer takes two seconds."""
     with contextlib.suppress(ImportError):
-        import cpuinfo
+        import cpuinfo  # type: ignore[import-untyped]  # comes with DeepSpeed, without hints
 
         if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
             cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
