@@ -51,6 +51,11 @@ PARALLEL = {
 }
 WEIGHTS_ALONE = "--no-load-optim --override-opt_param-scheduler"  # what the refusal advises
 
+NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
 SAVER = "the job that saved"
 MUON_ON_ONE, ADAM_ON_ONE = "muon/ddp 1", "adam/ddp 1"
 
@@ -215,7 +220,8 @@ def test_muon_starts_from_what_the_checkpoint_of_adam_has(start: str, saver: str
     matrices = 0
     for name, state in states.items():
         layer = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", name)
-        key = layer[1] + layer[3] if layer else name  # layers are stacked along a first axis
+        # Layers are stacked along a first axis, and a norm is saved with the layer behind it.
+        key = layer[1] + NORMS.get(layer[3], layer[3]) if layer else name
         saved_first, saved_second = (saved[key][int(layer[2])] if layer else saved[key] for saved in (first, second))
         if "momentum_buffer" in state:
             matrices += 1
