@@ -105,6 +105,7 @@ class Call:
     Attributes:
         inputs: its tensors, in the order of the arguments.
         before: copies of them from before the call.
+        flows: which of them needed gradients then; a write in place may change that.
         outputs: tensors of the result, then inputs that it wrote into.
     """
 
@@ -113,6 +114,7 @@ class Call:
     kwargs: dict[str, Any]
     inputs: list[torch.Tensor]
     before: list[torch.Tensor]
+    flows: list[bool]
     result: Any = None
     outputs: list[torch.Tensor] = field(default_factory=list)
     mutated: list[int] = field(default_factory=list)
@@ -121,7 +123,7 @@ class Call:
     def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], snapshots: Snapshots) -> Call:
         """The call, not yet run."""
         inputs = list(tensors_in((args, kwargs)))
-        return cls(func, args, kwargs, inputs, [snapshots.of(t) for t in inputs])
+        return cls(func, args, kwargs, inputs, [snapshots.of(t) for t in inputs], [t.requires_grad for t in inputs])
 
     def run(self, writes: Sequence[int] = ()) -> None:
         """Runs it. `writes`: inputs that it writes into without torch counting."""
@@ -138,18 +140,13 @@ class Call:
         found = list(tensors_in(result))
         return found + [inputs[i] for i in self.mutated if not any(inputs[i] is t for t in found)]
 
-    @property
-    def differentiable(self) -> list[int]:
-        """Inputs to which gradients flow."""
-        return [i for i, t in enumerate(self.inputs) if t.requires_grad]
-
     def repeat(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Runs it again on copies. Returns outputs, and the leaves that stand for `differentiable`."""
+        """Runs it again on copies. Returns outputs, and the leaves that stand for inputs that need gradients."""
         leaves: list[torch.Tensor] = []
         stand_ins: list[torch.Tensor] = []
-        for index, (tensor, copy) in enumerate(zip(self.inputs, self.before, strict=True)):
+        for index, (copy, flows) in enumerate(zip(self.before, self.flows, strict=True)):
             stand_in = copy.detach()
-            if tensor.requires_grad:
+            if flows:
                 stand_in = stand_in.requires_grad_()
                 leaves.append(stand_in)
             if index in self.mutated:

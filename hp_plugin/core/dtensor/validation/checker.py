@@ -144,7 +144,11 @@ class Checker:
         result = [[p for p in known[0] if all(other.get(p) for other in known)] for known in agreed]
         for index, whole in enumerate(wholes):
             sums = [p for p in agreed[index][0] if all(other.get(p, False) is None for other in agreed[index])]
-            if sums and (not result[index] or largest(whole) == 0):
+            wanted = site.wanted(index)
+            if result[index] and largest(whole) > 0:
+                # Its sum over ranks is another number, unless rounding is as large as the number itself.
+                sums = [p for p in sums if wanted is not None and p == by_value(wanted)]
+            if sums:
                 result[index] += self._sums(site, outputs[index], whole, sums, scale)
             if not result[index]:
                 result[index] = self._blocks(site, outputs[index], whole, scale)

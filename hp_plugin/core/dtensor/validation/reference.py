@@ -132,7 +132,7 @@ class Recorder:
             record = OperationRecord(
                 name,
                 self.modules[-1] if self.modules else "",
-                [Whole(copy, t.requires_grad) for t, copy in zip(call.inputs, call.before, strict=True)],
+                [Whole(copy, flows) for copy, flows in zip(call.before, call.flows, strict=True)],
                 [self.whole(t) for t in call.outputs],
                 is_random=not torch.equal(state, torch.get_rng_state()),
                 mask=mask,
@@ -198,7 +198,7 @@ class Recorder:
             record = OperationRecord(
                 label,
                 name,
-                [Whole(copy, t.requires_grad) for t, copy in zip(call.inputs, call.before, strict=True)]
+                [Whole(copy, flows) for copy, flows in zip(call.before, call.flows, strict=True)]
                 + [self.whole(p) for p in parameters],
                 [self.whole(t) for t in call.outputs],
                 is_random=not torch.equal(state, torch.get_rng_state()),

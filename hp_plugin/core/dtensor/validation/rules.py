@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hp_plugin.core.dtensor.placement import COPY, PARTIAL, REPLICATE, AxisPlacement, shard
 from hp_plugin.core.dtensor.validation.arrangement import Grid, Placing
 from hp_plugin.core.dtensor.validation.calls import Call
@@ -68,8 +66,8 @@ def predict(
                 placing.append(REPLICATE)
                 continue
             inputs = [
-                _Input(_on(cell, axis, tensor), tuple(w.value.shape))
-                for cell, tensor, w in zip(cells, call.inputs, record.inputs, strict=True)
+                _Input(_on(cell, axis, flows=flows), tuple(w.value.shape))
+                for cell, flows, w in zip(cells, call.flows, record.inputs, strict=True)
             ]
             found = rule(inputs, tuple(whole.value.shape))
             if found is None:
@@ -82,12 +80,12 @@ def predict(
     return result if any(placing is not None for placing in result) else None
 
 
-def _on(cell: Cell | None, axis: int, tensor: torch.Tensor) -> AxisPlacement | None:
+def _on(cell: Cell | None, axis: int, *, flows: bool) -> AxisPlacement | None:
     if cell is None:
         return None
     placement = cell.placings[0][axis]
     # Without a gradient, a value that all ranks have fits everywhere.
-    return None if placement in (REPLICATE, COPY) and not tensor.requires_grad else placement
+    return None if placement in (REPLICATE, COPY) and not flows else placement
 
 
 def _whole_or(inputs: Inputs) -> AxisPlacement | None:

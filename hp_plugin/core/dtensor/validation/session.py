@@ -129,6 +129,7 @@ class Session:
             if isinstance(ahead, OperationRecord) and ahead.is_random and ahead.name == name:
                 return self._random(name, func, args, kwargs, ahead)
             call = Call.of(func, args, kwargs, self._snapshots)
+            known = [self._known(t) for t in call.inputs]
             try:
                 call.run(writes_of(func, native=native))
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -138,10 +139,12 @@ class Session:
             if not call.outputs:
                 return call.result
             record = self._take(OperationRecord, name)
-            self._check(record, call, self._site(name), native=native)
+            self._check(record, call, known, self._site(name), native=native)
         return call.result
 
-    def _check(self, record: OperationRecord, call: Call, site: Site, *, native: bool) -> None:
+    def _check(
+        self, record: OperationRecord, call: Call, known: list[Cell | None], site: Site, *, native: bool
+    ) -> None:
         if (len(call.inputs), len(call.outputs)) != (len(record.inputs), len(record.outputs)):
             self._structure(
                 site.op,
@@ -149,11 +152,11 @@ class Session:
                 f"{len(record.inputs)} and gives {len(record.outputs)}.",
             )
         cells = {
-            i: self._cell(tensor, record.inputs[i], site, f"input {i}")
-            for i, tensor in enumerate(call.inputs)
-            if tensor.requires_grad and record.inputs[i].requires_grad
+            i: known[i] or self._inferred(call.before[i], record.inputs[i], site, f"input {i}", flows=True)
+            for i, flows in enumerate(call.flows)
+            if flows and record.inputs[i].requires_grad
         }
-        rule = predict(site.op, call, [self._known(t) for t in call.inputs], record, self.grid)
+        rule = predict(site.op, call, known, record, self.grid)
         site = replace(site, expected=tuple(rule or ()), inputs=tuple(f"input {i}" for i in cells))
         found = self._verify(site, record, call.outputs, list(cells.values()), call, native=native)
         how = "value"
@@ -226,8 +229,9 @@ class Session:
         piece = self.grid.cut(wanted, by_value(placing)).clone()
         if ahead.mask is not None:
             call = Call.of(*replayed_as(name, args, kwargs, piece), self._snapshots)
+            known = [self._known(t) for t in call.inputs]
             call.run()
-            self._check(record, call, self._site(name), native=True)
+            self._check(record, call, known, self._site(name), native=True)
             self.operations[-1] = replace(self.operations[-1], how="random")
             return call.result
         if drawn.requires_grad:
@@ -493,7 +497,7 @@ class Session:
                 )  # fmt: skip
             if whole is None or parameter.grad is None:
                 continue
-            scale = Scale(floor, self._longest)
+            scale = Scale(floor, self._longest, is_chain=True)
             [found] = self.checker.by_value(site, [parameter.grad], [whole], scale, list(placing))
             if by_value(placing) not in found:
                 self.checker.report_value(site, 0, parameter.grad, whole, scale, found)
@@ -530,15 +534,19 @@ class Session:
         """The tensor's placements; found by value where they are not known, or it was written since. On every rank."""
         cell = self._known(tensor)
         if cell is None:
-            scale = Scale.of([], [whole.value])
-            site = replace(site, names=(what,))
-            [found] = self.checker.by_value(site, [tensor], [whole.value], scale)
-            if not found:
-                self.checker.report_value(site, 0, tensor, whole.value, scale)
-            if tensor.requires_grad:
-                found = [t for p in found for t in with_gradients(p, self.grid.sizes)]
-            cell = self._set(tensor, found)
+            cell = self._inferred(tensor.detach(), whole, site, what, flows=tensor.requires_grad)
+            cell = self._set(tensor, cell.placings)
         return cell
+
+    def _inferred(self, value: torch.Tensor, whole: Whole, site: Site, what: str, *, flows: bool) -> Cell:
+        scale = Scale.of([], [whole.value])
+        site = replace(site, names=(what,))
+        [found] = self.checker.by_value(site, [value], [whole.value], scale)
+        if not found:
+            self.checker.report_value(site, 0, value, whole.value, scale)
+        if flows:
+            found = [t for p in found for t in with_gradients(p, self.grid.sizes)]
+        return Cell(found)
 
     def _set(self, tensor: torch.Tensor, placings: list[Placing]) -> Cell:
         cell = Cell(placings, version_of(tensor))

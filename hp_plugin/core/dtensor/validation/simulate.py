@@ -68,7 +68,7 @@ def simulate(
         ConfigurationError: the plan does not fit the model, or the batch its axes.
         UnsupportedError: random numbers that cannot be replayed, or a collective whose meaning is not known.
     """
-    model = _prepared(model_fn(), dtype)
+    model = _prepared(copy.deepcopy(model_fn()), dtype)
     check_plan(model, plan)
     batch = _converted(batch, dtype)
     perturb_constants(model)
