@@ -1,7 +1,7 @@
 """The steps of a boundary: each moves a plain tensor from one placement on a mesh axis to another, both ways.
 
 A step is made once for a group and called in every forward. What its backward does follows from the placement of
-gradients (see `AxisPlacement.gradient`) and is stated at each class.
+gradients (see `AxisPlacement.gradient`); `_STEPS` has both ways of every conversion.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from hp_plugin.errors import ConfigurationError, UnsupportedError
 # Newer torch renames both, and warns about the old names in every process.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Conversion = Callable[..., torch.Tensor]
+"""Takes a tensor, the ranks, and the dims of a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +71,41 @@ def _reduce_scatter(x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
     return out
 
 
-def _all_to_all(x: torch.Tensor, line: AxisGroup, cut: int, join: int) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, line: AxisGroup, join: int, cut: int) -> torch.Tensor:
+    """From pieces along `join` to pieces along `cut`."""
     pieces = _pieces(x, line, cut)
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received.view(-1), pieces.view(-1), group=line.group)
     return received.movedim(0, join).flatten(join, join + 1)
 
 
+def _all_to_all_back(x: torch.Tensor, line: AxisGroup, join: int, cut: int) -> torch.Tensor:
+    return _all_to_all(x, line, cut, join)
+
+
 def _narrow(x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
     length = x.shape[dim] // line.size
     return x.narrow(dim, line.rank * length, length).contiguous()
+
+
+def _widen(x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
+    """The own piece in its place, zeros elsewhere: a summand of the whole."""
+    length = x.shape[dim]
+    whole = x.new_zeros((*x.shape[:dim], length * line.size, *x.shape[dim + 1 :]))
+    whole.narrow(dim, line.rank * length, length).copy_(x)
+    return whole
+
+
+def _same(x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _as_it_is(grad: torch.Tensor, line: AxisGroup) -> torch.Tensor:
+    return grad  # a gradient needs no view of its own, unlike a result
+
+
+def _on_first(x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
+    return x.view_as(x) if line.rank == 0 else torch.zeros_like(x)
 
 
 def _check_divides(x: torch.Tensor, line: AxisGroup, dim: int, where: str) -> None:
@@ -88,147 +116,24 @@ def _check_divides(x: torch.Tensor, line: AxisGroup, dim: int, where: str) -> No
         )
 
 
-class _Copy(torch.autograd.Function):
-    """replicate -> copy: the value as it is; gradients, partial sums, are added up."""
+class _Conversion(torch.autograd.Function):
+    """One way forward, another one backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
-        ctx.line = line
-        return x.view_as(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, line: AxisGroup, there: Conversion, back: Conversion, dims: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.line, ctx.back, ctx.dims = line, back, dims
+        return there(x, line, *dims)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.line), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.back(grad, ctx.line, *ctx.dims), None, None, None, None
 
 
-class _Take(torch.autograd.Function):
-    """replicate -> shard: the own piece; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
-        ctx.line, ctx.dim = line, dim
-        return _narrow(x, line, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.line, ctx.dim), None, None
-
-
-class _TakeOfCopy(torch.autograd.Function):
-    """copy -> shard: the own piece; the gradient has zeros elsewhere, being a partial sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
-        ctx.line, ctx.dim, ctx.shape = line, dim, x.shape
-        return _narrow(x, line, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        full = grad.new_zeros(ctx.shape)
-        full.narrow(ctx.dim, ctx.line.rank * grad.shape[ctx.dim], grad.shape[ctx.dim]).copy_(grad)
-        return full, None, None
-
-
-class _First(torch.autograd.Function):
-    """replicate -> partial: rank 0 contributes the value, others zeros; the gradient is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
-        return x.view_as(x) if line.rank == 0 else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherForCopies(torch.autograd.Function):
-    """shard -> copy: gather; gradients, partial sums, are added up and divided."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
-        ctx.line, ctx.dim = line, dim
-        return _all_gather(x, line, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.line, ctx.dim), None, None
-
-
-class _GatherForReplicas(torch.autograd.Function):
-    """shard -> replicate: gather; of the gradient, which all ranks have, the own piece."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
-        ctx.line, ctx.dim = line, dim
-        return _all_gather(x, line, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _narrow(grad, ctx.line, ctx.dim), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """shard(cut) wanted, shard(join) given: all-to-all there and back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup, join: int, cut: int) -> torch.Tensor:
-        ctx.line, ctx.join, ctx.cut = line, join, cut
-        return _all_to_all(x, line, cut, join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.line, ctx.join, ctx.cut), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """partial -> replicate: add up; the gradient is the same on all ranks already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
-        return _all_reduce(x, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _SumForCopies(torch.autograd.Function):
-    """partial -> copy: add up, both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
-        ctx.line = line
-        return _all_reduce(x, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.line), None
-
-
-class _SumAndTake(torch.autograd.Function):
-    """partial -> shard: add up and divide; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup, dim: int) -> torch.Tensor:
-        ctx.line, ctx.dim = line, dim
-        return _reduce_scatter(x, line, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.line, ctx.dim), None, None
-
-
-class _Mean(torch.autograd.Function):
-    """The value as it is; the gradient, a sum over ranks of which each has a mean over its own part, made a mean."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
-        ctx.size = line.size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad / ctx.size, None
+def _mean(x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
+    """Of a sum over ranks, each of which has a mean over its own part."""
+    return x / line.size
 
 
 @dataclass(frozen=True)
@@ -236,15 +141,18 @@ class Step:
     """One conversion, bound to its ranks.
 
     Attributes:
-        name: what runs forward, e.g. "all_reduce"; "none" where only backward communicates.
-        function: the autograd function.
-        arguments: what it takes after the tensor.
+        name: what runs forward, e.g. "all_reduce"; "none" where only backward does something.
+        there: forward.
+        back: backward, on the gradient.
+        line: the ranks.
+        dims: of the tensor, for both.
         divided: dims that the axis must divide, negative ones from the end.
         where: module and tensor, for messages.
     """
 
     name: str
-    function: Callable[..., torch.Tensor]
+    there: Conversion
+    back: Conversion
     line: AxisGroup
     dims: tuple[int, ...] = ()
     divided: tuple[int, ...] = ()
@@ -253,13 +161,13 @@ class Step:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Converts `x`. Every rank of the axis must call."""
         if not self.dims:
-            return self.function(x, self.line)
+            return _Conversion.apply(x, self.line, self.there, self.back, ())
         dims = tuple(dim % x.ndim for dim in self.dims)
         if len(dims) == 2 and dims[0] == dims[1]:
             return x  # shard(1) and shard(-1) of a tensor with two dims
         for dim in self.divided:
             _check_divides(x, self.line, dim % x.ndim, self.where)
-        return self.function(x, self.line, *dims)
+        return _Conversion.apply(x, self.line, self.there, self.back, dims)
 
 
 def is_possible(before: AxisPlacement, after: AxisPlacement) -> bool:
@@ -280,26 +188,27 @@ def make_step(before: AxisPlacement, after: AxisPlacement, line: AxisGroup, wher
         )
     if before == after or line.size == 1:
         return None
-    name, function = _STEPS[before.kind, after.kind]
+    name, there, back = _STEPS[before.kind, after.kind]
     dims = tuple(p.dim for p in (before, after) if p.is_shard)
     divided = (after.dim,) if after.is_shard else ()
-    return Step(name, function, line, dims, divided, where)
+    return Step(name, there, back, line, dims, divided, where)
 
 
 def mean_step(line: AxisGroup, where: str) -> Step | None:
     """What makes the gradient of a parameter a mean which an axis divides that divides the batch too."""
-    return Step("none", _Mean.apply, line, where=where) if line.size > 1 else None
+    return Step("none", _same, _mean, line, where=where) if line.size > 1 else None
 
 
-_STEPS: dict[tuple[str, str], tuple[str, Callable[..., torch.Tensor]]] = {
-    ("replicate", "copy"): ("none", _Copy.apply),
-    ("replicate", "shard"): ("take", _Take.apply),
-    ("replicate", "partial"): ("first", _First.apply),
-    ("copy", "shard"): ("take", _TakeOfCopy.apply),
-    ("shard", "copy"): ("all_gather", _GatherForCopies.apply),
-    ("shard", "replicate"): ("all_gather", _GatherForReplicas.apply),
-    ("shard", "shard"): ("all_to_all", _Exchange.apply),
-    ("partial", "replicate"): ("all_reduce", _Sum.apply),
-    ("partial", "copy"): ("all_reduce", _SumForCopies.apply),
-    ("partial", "shard"): ("reduce_scatter", _SumAndTake.apply),
+_STEPS: dict[tuple[str, str], tuple[str, Conversion, Conversion]] = {
+    ("replicate", "copy"): ("none", _same, _all_reduce),
+    ("replicate", "shard"): ("take", _narrow, _all_gather),
+    ("replicate", "partial"): ("first", _on_first, _as_it_is),
+    ("copy", "shard"): ("take", _narrow, _widen),
+    ("shard", "copy"): ("all_gather", _all_gather, _reduce_scatter),
+    ("shard", "replicate"): ("all_gather", _all_gather, _narrow),
+    ("shard", "shard"): ("all_to_all", _all_to_all, _all_to_all_back),
+    ("partial", "replicate"): ("all_reduce", _all_reduce, _as_it_is),
+    ("partial", "copy"): ("all_reduce", _all_reduce, _all_reduce),
+    ("partial", "shard"): ("reduce_scatter", _reduce_scatter, _all_gather),
 }
+"""Placements before and after -> what runs forward, its code, and that of backward: the row of the duals."""
