@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Hashable, Iterable, Sequence
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from hp_plugin.core.devices.domains import read_rank_table
+from hp_plugin.core.topology.detection import conclude, look_around
+from hp_plugin.core.topology.launchers import nodes_of_slurm, nodes_of_torchrun
 from hp_plugin.errors import ConfigurationError
 
 
@@ -63,26 +66,57 @@ class Topology:
         return cls(_dense(hostnames), f"host names ({len(set(hostnames))} different)")
 
     @classmethod
+    def from_rank_table(cls, path: str | os.PathLike[str]) -> Topology:
+        """The super pods of an Ascend rank table; its servers where it names no super pod.
+
+        Raises:
+            ConfigurationError: See `hp_plugin.core.devices.domains.read_rank_table`.
+        """
+        table = read_rank_table(path)
+        return cls(_dense(table.domains), table.source)
+
+    @classmethod
+    def from_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Topology:
+        """The nodes of a job of torchrun with as many processes on each, from its variables; no communication.
+
+        Raises:
+            ConfigurationError: Variables are missing, or nodes have different numbers of processes.
+        """
+        return cls(_dense(nodes_of_torchrun(environment)), "the variables of torchrun")
+
+    @classmethod
+    def from_slurm(cls, environment: Mapping[str, str] = os.environ) -> Topology:
+        """The nodes of a Slurm step whose tasks are laid out node by node, from its variables; no communication.
+
+        Raises:
+            ConfigurationError: Variables are missing, contradict one another, or tasks are laid out in another way.
+        """
+        return cls(_dense(nodes_of_slurm(environment)), "the variables of Slurm")
+
+    @classmethod
     def detect(
         cls, supernode_size: int | Literal["auto"] | Sequence[int] = "auto", *, group: dist.ProcessGroup | None = None
     ) -> Topology:
         """The topology of the running job.
 
         Args:
-            supernode_size: ranks per supernode, or one supernode label per global rank, or `"auto"`: ranks with the
-                same host name share a supernode. Every rank must pass the same.
-            group: with `"auto"`, the group over which host names are gathered; it must hold all global ranks. None is
-                the default group.
+            supernode_size: ranks per supernode, or one supernode label per global rank, or `"auto"`: by the Ascend rank
+                table that `RANK_TABLE_FILE` names, else by what the NVIDIA driver says of the fabric, else ranks of one
+                host share a supernode. Every rank must pass the same.
+            group: with `"auto"`, the group over which ranks compare; it must hold all global ranks. None is the default
+                group.
 
         With `"auto"` this is a collective: every rank must call.
 
         Raises:
-            ConfigurationError: the size does not divide the number of ranks, or the map has another length.
+            ConfigurationError: the size does not divide the number of ranks, the map has another length, or a rank
+                table cannot be used.
         """
         if supernode_size == "auto":
-            names: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(names, socket.gethostname(), group=group)
-            return cls._for_world(cls.from_hostnames(names))
+            clues: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(clues, look_around(dist.get_rank()), group=group)
+            labels, source = conclude(clues)
+            return cls._for_world(cls(_dense(labels), source))
         if isinstance(supernode_size, int):
             return cls.from_supernode_size(dist.get_world_size(), supernode_size)
         if isinstance(supernode_size, str):
