@@ -39,7 +39,9 @@ class PlacedTensor(torch.Tensor):
         return whole
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise TypeError(f"{func} was called on a part of a tensor that only checkpoints may read and write")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002  # DCP names it so

@@ -56,6 +56,11 @@ def apply_plan(
     if mode == "validation":
         from hp_plugin.core.dtensor.validation.live import apply_for_validation  # which applies plans itself
 
+        if plan.batch:
+            raise UnsupportedError(
+                f"the plan divides the batch over {', '.join(plan.batch)}, so that no rank has the data of one process; "
+                "compare it by hp_plugin.validate."
+            )
         return cast(ModuleT, apply_for_validation(model, plan, mesh))
     if mode != "production":
         raise ConfigurationError(f'mode="{mode}" is unknown; expected "production" or "validation".')
@@ -120,7 +125,7 @@ def _ranks(plan: ShardingPlan, mesh: DeviceMesh) -> tuple[torch.Tensor, tuple[in
 
 def _mesh_resources() -> Any:
     """Where older releases of torch keep which mesh is a part of which."""
-    from torch.distributed.device_mesh import _mesh_resources as found  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import _mesh_resources as found
 
     return found
 

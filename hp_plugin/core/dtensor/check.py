@@ -12,6 +12,7 @@ from torch import nn
 from hp_plugin.core.dtensor.boundary import conversion_order, input_positions
 from hp_plugin.core.dtensor.collectives import is_possible
 from hp_plugin.core.dtensor.dispatch import count_experts
+from hp_plugin.core.dtensor.roles import is_vocabulary_embedding
 from hp_plugin.core.dtensor.placement import AxisPlacement
 from hp_plugin.core.dtensor.plan import (
     ModuleSpec,
@@ -97,12 +98,12 @@ def _conversions(spec: ModuleSpec) -> Iterator[tuple[str, Placed, Placed]]:
 
 
 def _check_embedding(module: nn.Module, where: str, spec: ModuleSpec) -> None:
-    if not isinstance(module, nn.Embedding):
+    if not is_vocabulary_embedding(module):
         raise ConfigurationError(
             f"{where} is a {type(module).__name__}, but a vocabulary_embedding must be nn.Embedding."
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
+        if getattr(module, option, None):
             raise UnsupportedError(
                 f"{where} has {option} set, which needs all rows at once; unset it, or replicate the embedding."
             )

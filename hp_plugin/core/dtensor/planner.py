@@ -90,7 +90,7 @@ class _Planner:
         self.config = getattr(model, "config", None)
         self.found: dict[str, ModuleSpec] = {}
         self.replaced = self._match(overrides)
-        self.stream: Placed = self.on(shard(1)) if sequence else {}
+        self.stream: Placed = self.on(shard(roles.sequence_dim(model))) if sequence else {}
         self.layers = ""
 
     def on(self, placement: AxisPlacement) -> Placed:
@@ -241,12 +241,16 @@ class _Planner:
         if is_product and last == "gate" and kind == "experts" and roles.EXPERTS not in prefix:
             return ParameterSpec(used=self.on(COPY))
         if is_product and _is_column(last):
-            blocks = 3 if last in roles.FUSED_QKV else 2 if last in roles.FUSED_GATE_UP else 1
+            blocks = 3 if last in roles.FUSED_QKV else 2 if self._is_gate_up(last) else 1
             self._check_fused(full, owner, parameter.shape, blocks)
             dim = 1 if roles.is_transposed_linear(owner) and attribute == "weight" else 0
             unit = _head_size(region, self.config) if kind == "attention" else 1
+            if last in roles.GROUPED_QKV:
+                unit *= self.config.num_attention_heads // self.config.num_query_groups + 2  # type: ignore[union-attr]
             return ParameterSpec(held=self.on(shard(dim, blocks=blocks)), unit=unit)
         if is_product and last in roles.ROW:
+            if attribute == "bias" and roles.gives_bias_beside(owner):
+                return ParameterSpec(used=self.on(COPY) if self.sequence else None)  # added to the stream
             if attribute == "bias":
                 return ParameterSpec(used=self.on(PARTIAL))
             dim = 0 if roles.is_transposed_linear(owner) else 1
@@ -260,6 +264,9 @@ class _Planner:
         if is_product and kind != "experts":
             raise ConfigurationError(f"product {full} inside a region has no role that the planner knows; {_ADVICE}")
         return ParameterSpec(used=self.on(COPY))
+
+    def _is_gate_up(self, last: str) -> bool:
+        return last in roles.FUSED_GATE_UP or (last == roles.FC1 and bool(self.config.gated_linear_unit))  # type: ignore[union-attr]
 
     def _stacked_experts(self, full: str, attribute: str) -> ParameterSpec:
         """Experts' weights of shape (experts, out, in)."""
@@ -283,12 +290,13 @@ class _Planner:
     def _plan_outside(self, name: str, module: nn.Module) -> None:
         """Embeddings, norms, the head, and what an override replicates."""
         held = {key: p for key, p in module._parameters.items() if p is not None}
-        if not held:
-            return
         last = name.rpartition(".")[2]
+        is_head = roles.is_linear(module) and last in roles.HEAD
+        if not held and not is_head:  # a tied head of Megatron's has no weight of its own
+            return
         if self._is_replicated(name):
             self.found[name] = ModuleSpec(parameters=self._whole(name, held))
-        elif isinstance(module, nn.Embedding) and not roles.is_position_embedding(name):
+        elif roles.is_vocabulary_embedding(module) and not roles.is_position_embedding(name):
             self.found[name] = ModuleSpec(
                 outputs={"output": OutputSpec(produces=self.on(PARTIAL), leaves={})},
                 parameters={"weight": ParameterSpec(held=self.on(shard(0)))},
@@ -296,7 +304,7 @@ class _Planner:
             )
         elif isinstance(module, nn.Embedding) or roles.is_norm(module):
             self.found[name] = ModuleSpec(parameters=self._whole(name, held))
-        elif roles.is_linear(module) and last in roles.HEAD:
+        elif is_head:
             self._plan_head(name, module, held)
 
     def _whole(self, name: str, held: Mapping[str, Any]) -> dict[str, ParameterSpec]:
@@ -310,9 +318,10 @@ class _Planner:
 
     def _plan_head(self, name: str, module: nn.Module, held: Mapping[str, Any]) -> None:
         logits = self.on(shard(-1)) if self.loss_parallel else {}
+        returned = "output" if isinstance(module, nn.Linear) else "first"  # Megatron's give their bias beside
         self.found[name] = ModuleSpec(
             inputs={_first_input(module, name): InputSpec(arrives=self.stream, needs=self.on(COPY))},
-            outputs={"output": OutputSpec(produces=self.on(shard(-1)), leaves=logits)},
+            outputs={returned: OutputSpec(produces=self.on(shard(-1)), leaves=logits)},
             parameters={key: ParameterSpec(held=self.on(shard(0))) for key in held},
         )
         key = "logits" if self.config is not None and hasattr(self.model, "loss_function") else "first"
@@ -337,7 +346,8 @@ def _is_inside(name: str, top: str) -> bool:
 
 
 def _is_column(last: str) -> bool:
-    return last in roles.ATTENTION_COLUMN | roles.MLP_COLUMN | roles.FUSED_QKV | roles.FUSED_GATE_UP
+    columns = roles.ATTENTION_COLUMN | roles.MLP_COLUMN | roles.FUSED_QKV | roles.FUSED_GATE_UP | roles.GROUPED_QKV
+    return last in columns or last == roles.FC1
 
 
 def _region_kind(module: nn.Module) -> Literal["attention", "mlp", "experts"] | None:
@@ -346,9 +356,9 @@ def _region_kind(module: nn.Module) -> Literal["attention", "mlp", "experts"] | 
         return "experts"
     if not products & roles.ROW:
         return None
-    if products & (roles.ATTENTION_COLUMN | roles.FUSED_QKV):
+    if products & (roles.ATTENTION_COLUMN | roles.FUSED_QKV | roles.GROUPED_QKV):
         return "attention"
-    return "mlp" if products & (roles.MLP_COLUMN | roles.FUSED_GATE_UP) else None
+    return "mlp" if products & (roles.MLP_COLUMN | roles.FUSED_GATE_UP | {roles.FC1}) else None
 
 
 def _fused_qkv(module: nn.Module) -> bool:

@@ -11,7 +11,11 @@ MLP_COLUMN = frozenset(
     ("gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "fc_in", "linear1", "up", "gate", "dense_h_to_4h")
 )
 FUSED_QKV = frozenset(("c_attn", "qkv", "qkv_proj", "wqkv", "Wqkv", "in_proj", "to_qkv"))
+GROUPED_QKV = frozenset(("linear_qkv",))
+"""Fused query groups, each with its queries, key and value side by side, as Megatron has them."""
 FUSED_GATE_UP = frozenset(("gate_up_proj", "w13"))
+FC1 = "linear_fc1"
+"""In Megatron: gate and up, or one product, as the model's configuration says."""
 ROW = frozenset(
     (
         "o_proj",
@@ -29,6 +33,8 @@ ROW = frozenset(
         "linear2",
         "down",
         "dense_4h_to_h",
+        "linear_proj",
+        "linear_fc2",
     )
 )
 HEAD = frozenset(("lm_head", "output", "head", "embed_out", "unembed", "unembedding", "output_layer"))
@@ -47,8 +53,23 @@ FUSED_WIDTHS = ("split_size",)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a product with a weight of shape (out, in)."""
-    return isinstance(module, nn.Linear)
+    """Whether the module is a product with a weight of shape (out, in): torch's, or Megatron's parallel ones."""
+    return isinstance(module, nn.Linear) or type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear")
+
+
+def gives_bias_beside(module: nn.Module) -> bool:
+    """Whether a product returns its bias instead of adding it, as Megatron's do."""
+    return bool(getattr(module, "skip_bias_add", False))
+
+
+def is_vocabulary_embedding(module: nn.Module) -> bool:
+    """Whether the module looks up rows of its weight by ids: torch's embedding, or Megatron's parallel one."""
+    return isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
+
+
+def sequence_dim(model: nn.Module) -> int:
+    """The dim of the sequence in activations between layers: 0 in Megatron's models, 1 elsewhere."""
+    return 0 if any(type(module).__name__ == "VocabParallelEmbedding" for module in model.modules()) else 1
 
 
 def is_transposed_linear(module: nn.Module) -> bool:

@@ -47,7 +47,7 @@ def plan_from_megatron(model: Any) -> ShardingPlan:
 
 
 class _Reader:
-    def __init__(self, model: nn.Module, axes: Axes) -> None:
+    def __init__(self, model: Any, axes: Axes) -> None:
         self.model = model
         self.axes = axes
         self.config: Any = model.config
@@ -114,11 +114,11 @@ class _Reader:
         return int(getattr(parameter, "partition_stride", 1))
 
     def _unit(self, name: str) -> int:
-        """Heads stay whole: rows of a query group with its key and value, and columns of such a group's outputs."""
+        """Rows of a query group with its key and value, and columns of a head, are never cut."""
         queries = self.config.num_attention_heads // self.config.num_query_groups
         if "linear_qkv" in name:
             return int((queries + 2) * self.config.kv_channels)
-        return int(queries * self.config.kv_channels) if "linear_proj" in name else 1
+        return int(self.config.kv_channels) if "linear_proj" in name else 1
 
     # ---------------------------------------------------------------- borders
 
@@ -130,7 +130,7 @@ class _Reader:
             # The bias comes beside, and is added once, by the caller.
             return ModuleSpec(inputs={"hidden_states": entry}, outputs={"first": leave})
         if hasattr(module, "local_experts"):
-            return ModuleSpec(dispatch="ep")
+            return ModuleSpec(dispatch="ep", divides={"num_local_experts": "ep"})
         if kind == "VocabParallelEmbedding":
             leaves = {"tp": shard(0)} if getattr(module, "reduce_scatter_embeddings", False) else {}
             embedded = OutputSpec(produces={"tp": PARTIAL}, leaves=leaves)

@@ -68,6 +68,16 @@ def read_plan(*, name: str, tp: int, ep: int = 1, sequence_parallel: bool = Fals
     return plan_from_megatron(divided_gpt(name, tp, ep, sequence_parallel))
 
 
+def planner_plan(*, name: str, tp: int, ep: int = 1) -> ShardingPlan:
+    """What the planner plans for the undivided model, from its structure alone."""
+    from hp_plugin.core.dtensor import plan_transformer
+
+    wrapped.start()
+    axes = {"ep": ep, "tp": tp} if name == "experts" else {"tp": tp}
+    expert_axis = "ep" if name == "experts" else None
+    return plan_transformer(make_gpt(name), axes, sequence_parallel=True, loss_parallel=True, expert_axis=expert_axis)
+
+
 def divided_gpt(name: str, tp: int, ep: int, sequence_parallel: bool) -> Any:
     sizes: dict[str, Any] = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
     if name == "experts":

@@ -63,6 +63,17 @@ def test_plans_can_be_saved_and_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("name", "ep"), [("dense", 1), ("gelu", 1), ("experts", 2)])
+def test_megatron_and_the_planner_differ_only_where_the_stream_is_divided(name: str, ep: int) -> None:
+    """One reads attributes of the divided model, the other the structure of the whole one."""
+    theirs = run(2 * ep, gpt.read_plan, name=name, tp=2, ep=ep, sequence_parallel=True)[0]
+    ours = run(1, gpt.planner_plan, name=name, tp=2, ep=ep)[0]
+    where = {line.split(" / ")[1] for line in ours.diff(theirs)}
+    # Megatron divides the stream in its embedding; the planner where the first layer begins, and it names the logits.
+    assert where == {"decoder.layers.0", "embedding", ""}
+
+
+@pytest.mark.full
 def test_jobs_that_a_plan_cannot_say_are_refused_by_name() -> None:
     found = run(2, gpt.refusals)[0]
     assert "divided over 1 tensor-parallel ranks and everything else over 2" in found["etp"]
