@@ -44,6 +44,7 @@ MODELS = {
 }
 PARALLEL = {
     "tp2": TP,
+    "sp2": f"{TP} --sequence-parallel",  # which Megatron asks for where experts are trained with tensor parallelism
     "pp2": PP,
     "interleaved": INTERLEAVED,
     "ep2": "--expert-model-parallel-size 2",
@@ -90,7 +91,7 @@ def layout(text: str, more: str = "") -> Layout:
     kind, mesh, *parallel = text.split()
     optimizer, back_end = kind.split("/")
     arguments = " ".join([MUON if optimizer == "muon" else "", *(PARALLEL[word] for word in parallel), more])
-    cut = 2 if "tp2" in parallel else 1
+    cut = 2 if {"tp2", "sp2"} & set(parallel) else 1
     stages = 2 if {"pp2", "interleaved"} & set(parallel) else 1
     if back_end == "ddp":
         return stock(int(mesh) * cut * stages, arguments)
@@ -103,6 +104,7 @@ PAIRS = (
     Pair("adam/ddp 4", "adam/ddp 2"),
     Pair("adam/ddp 4", "adam/ddp 2 tp2"),
     Pair("adam/ddp 2 pp2", "adam/ddp 2", model="tied"),
+    Pair("adam/ddp 2 ep2", "adam/ddp 2 ep2 sp2", model="experts"),
     # Stock to Adam on shards, and back.
     Pair("adam/ddp 4", "adam/shards 1x2"),
     Pair("adam/ddp 4", "adam/shards 2x1 interleaved"),
@@ -124,6 +126,8 @@ PAIRS = (
     Pair("adam/shards 2x2", "adam/shards 2x1 tp2"),
     Pair("adam/shards 2x2", "adam/shards 2x1 pp2"),
     Pair("adam/shards 1x2 pp2", "adam/shards 1x2", model="tied"),
+    Pair("adam/shards 2x2 ep2", "adam/shards 1x2 ep2 sp2", model="experts"),
+    Pair("adam/shards 1x2 ep2 sp2", "adam/shards 1x2", model="experts"),
     # Adam to Muon.
     Pair("adam/ddp 2", "muon/ddp 2", MUON_ON_ONE, full=False),
     Pair("adam/ddp 2", "muon/ddp 2 pp2", MUON_ON_ONE),
@@ -164,11 +168,12 @@ PAIRS = (
     Pair("muon/ddp 2", "muon/shards 2x1 tp2"),
     Pair("muon/ddp 2 pp2", "muon/shards 1x2"),
     Pair("muon/ddp 2", "muon/shards 2x2", model="bf16"),
-    # Muon and experts: more, fewer and no expert-parallel ranks.
+    # Muon and experts: more, fewer and no expert-parallel ranks, TP.
     Pair("muon/shards 1x4 ep2", "muon/shards 2x2 ep4", model="experts"),
     Pair("muon/shards 2x2 ep2", "muon/shards 2x1", model="experts"),
     Pair("muon/shards 2x2 ep2", "muon/ddp 2 ep2", model="experts"),
     Pair("muon/shards 2x1", "muon/shards 2x2 ep2", model="experts"),
+    Pair("muon/shards 2x2 ep2", "muon/shards 1x2 ep2 sp2", model="experts"),
     Pair("muon/ddp 2 ep2", "muon/shards 2x2 ep2", model="experts"),
     Pair("muon/ddp 2 ep2", "muon/ddp 4 ep4", model="experts"),
     Pair("muon/ddp 2 ep2", "muon/ddp 2", model="experts"),
@@ -198,7 +203,7 @@ def test_a_job_goes_on_with_another_optimizer_back_end_and_mesh(pair: Pair, jobs
     if pair.oracle != SAVER:
         reference = jobs.resumed(model, saver, layout(pair.oracle, more))
     resumed = jobs.resumed(model, saver, layout(pair.loader, more))
-    # The first loss is that of the weights that were read, whatever the optimizer has become of.
+    # The first loss is that of the weights that were read, whatever becomes of the optimizer.
     limits = pair.limits or limits_of(model)
     assert resumed[-1].losses[HALF + 1] == pytest.approx(saved[-1].losses[HALF + 1], rel=limits.loss, abs=0)
     assert_continues(reference, resumed, limits=limits)
