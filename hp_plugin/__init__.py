@@ -5,6 +5,7 @@ Importing it imports torch and nothing of a host framework, initialises no devic
 
 from __future__ import annotations
 
+from hp_plugin import _torch as _torch  # first: imports torch, and explains where a device's package keeps it from it
 from hp_plugin._version import __version__
 from hp_plugin.core.dtensor import ShardingPlan, apply_plan, simulate, validate
 from hp_plugin.core.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

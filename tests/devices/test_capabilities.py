@@ -95,6 +95,16 @@ def test_nccl_and_hccl_are_read_from_their_names(monkeypatch: pytest.MonkeyPatch
     assert hccl.reduce_ops == {"sum", "product", "min", "max"}
     assert not hccl.coalesced_all_gather
     assert not hccl.coalesced_reduce_scatter
+    assert nccl.all_to_all
+    assert hccl.all_to_all
+
+
+def test_coalesced_calls_of_hccl_are_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = with_backends(monkeypatch, "npu:hccl")
+    monkeypatch.setenv(module.HCCL_COALESCED_VARIABLE, "1")
+    assert ask().coalesced_all_gather == ask().coalesced_reduce_scatter == (module._torch_version() >= (2, 13))
+    monkeypatch.setattr(module, "_torch_version", lambda: (2, 7))
+    assert not ask().coalesced_all_gather
 
 
 def test_a_group_with_two_backends_promises_what_both_can(monkeypatch: pytest.MonkeyPatch) -> None:

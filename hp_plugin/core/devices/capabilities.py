@@ -7,6 +7,7 @@ process, and an average that torch 2.7 is asked of gloo's reduce-scatter comes b
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from hp_plugin.errors import ConfigurationError
 
 _ELEMENTARY = frozenset({"sum", "product", "min", "max"})
+HCCL_COALESCED_VARIABLE = "HP_HCCL_COALESCED"
+"""Set to 1, all operands of a unit leave in one launch on HCCL too, which nobody has run yet."""
 _DEBUG_WRAPPER = "_ProcessGroupWrapper"  # what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend
 
 
@@ -28,6 +31,7 @@ class Capabilities:
         coalesced_all_gather: `group.allgather_into_tensor_coalesced(outputs, inputs)` exists. All tensors of one call
             must have one dtype: gloo reads mixed dtypes as the first tensor's and returns wrong values silently.
         coalesced_reduce_scatter: `group.reduce_scatter_tensor_coalesced(outputs, inputs, options)` exists.
+        all_to_all: `group.alltoall_base(output, input, [], [])` exists.
         waits_on_host: `Work.wait()` blocks the calling thread (gloo) instead of ordering the current stream.
     """
 
@@ -35,6 +39,7 @@ class Capabilities:
     reduce_ops: frozenset[str] = _ELEMENTARY
     coalesced_all_gather: bool = False
     coalesced_reduce_scatter: bool = False
+    all_to_all: bool = False
     waits_on_host: bool = False
 
     @property
@@ -54,6 +59,7 @@ class Capabilities:
             reduce_ops=self.reduce_ops & other.reduce_ops,
             coalesced_all_gather=self.coalesced_all_gather and other.coalesced_all_gather,
             coalesced_reduce_scatter=self.coalesced_reduce_scatter and other.coalesced_reduce_scatter,
+            all_to_all=self.all_to_all and other.all_to_all,
             waits_on_host=self.waits_on_host or other.waits_on_host,
         )
 
@@ -102,14 +108,16 @@ def _of_backend(backend: str, *, wrapped: bool) -> Capabilities:
     if backend == "gloo":
         # Averages: torch 2.13 divides; 2.7 refuses them in all-reduce and returns the sum in reduce-scatter.
         average = frozenset({"avg"}) if _torch_version() >= (2, 13) else frozenset()
-        return Capabilities("gloo", _ELEMENTARY | average, coalesced, coalesced, waits_on_host=True)
+        return Capabilities("gloo", _ELEMENTARY | average, coalesced, coalesced, True, waits_on_host=True)
     if backend == "nccl":
-        return Capabilities("nccl", _ELEMENTARY | {"avg", "premul_sum"}, coalesced, coalesced)
+        return Capabilities("nccl", _ELEMENTARY | {"avg", "premul_sum"}, coalesced, coalesced, True)
     if backend == "hccl":
-        # torch_npu's ProcessGroupHCCL has neither averages, nor PREMUL_SUM, nor coalesced calls into tensors.
-        return Capabilities("hccl", _ELEMENTARY)
+        # Averages and PREMUL_SUM are not HCCL's. The coalesced calls are in torch_npu 2.13 (its ProcessGroupHCCL
+        # defines them) but have not been run; earlier releases were not looked at.
+        asked = os.environ.get(HCCL_COALESCED_VARIABLE) == "1" and coalesced and _torch_version() >= (2, 13)
+        return Capabilities("hccl", _ELEMENTARY, asked, asked, True)
     if backend == "fake":
-        return Capabilities("fake", _ELEMENTARY, coalesced, coalesced)
+        return Capabilities("fake", _ELEMENTARY, coalesced, coalesced, True)
     return Capabilities(backend)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from hp_plugin.core.devices.report import transfers_to_npu
 from hp_plugin.errors import UnsupportedError
 
 
@@ -244,11 +245,15 @@ class AcceleratorDevice(Device):
 def get_device(device_type: str) -> Device:
     """The interface to devices of `device_type` (`"cpu"`, `"cuda"` or `"npu"`). Initialises nothing.
 
+    Where torch_npu stands in for `torch.cuda` (`torch_npu.contrib.transfer_to_npu`), "cuda" means the NPU.
+
     Raises:
         UnsupportedError: any other type.
     """
     if device_type == "cpu":
         return CpuDevice()
+    if device_type == "cuda" and transfers_to_npu():
+        return AcceleratorDevice("npu")
     if device_type in ("cuda", "npu"):
         return AcceleratorDevice(device_type)
     raise UnsupportedError(f"device type {device_type!r} is not supported; use 'cpu', 'cuda' or 'npu'.")

@@ -15,6 +15,7 @@ from hp_plugin.core.devices import Capabilities, backend_capabilities
 from hp_plugin.core.transport.lane import Ticket, lane_of
 from hp_plugin.core.transport.messages import Messages, PendingExchange, PendingGather, PendingOrderedSum
 from hp_plugin.core.transport.pending import Pending, Prepare, bytes_of
+from hp_plugin.errors import UnsupportedError
 
 # gloo runs a reduce-scatter as an all-reduce of a copy of the operand. Sending every rank its slice and adding up what
 # arrives moves half the bytes, needs no copy and takes a fraction of the time (4 operands, 3 MB in all, 2 ranks: 2 ms
@@ -84,6 +85,11 @@ class C10dTransport:
         if self._messages is not None:
             return PendingExchange(outputs, inputs, self._messages)
         if self.adds_in_rank_order:
+            if not self.capabilities.all_to_all:
+                raise UnsupportedError(
+                    f"deterministic=True exchanges slices by all-to-all, which hp_plugin does not know of the back end "
+                    f"{self.capabilities.backend}; use deterministic=False"
+                )
             return PendingOrderedSum(outputs, inputs, self.group)
         works: list[Any] = []
         for outs, ins in _launches(outputs, inputs, coalesce=self.capabilities.coalesced_reduce_scatter):
