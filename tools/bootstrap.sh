@@ -5,7 +5,9 @@
 #   tools/bootstrap.sh setup PROFILE FOLDER  makes or completes the environment in FOLDER; does nothing when it is current
 #
 # PROFILE is `reference` (newest Python from 3.12 to 3.13, torch, megatron-core and deepspeed as pinned in tools/constraints.txt)
-# or `compat` (Python 3.10 and the oldest supported torch, tools/constraints-compat.txt).
+# or `compat` (Python 3.10 and the oldest supported torch, tools/constraints-compat.txt), `compat-3.11` beside it, or
+# `ascend` (what compiles kernels for Ascend, without this package and torch, tools/constraints-ascend.txt; `setup` ends
+# with 3 where there is no Python or no wheel for it, so that a caller can leave it out by name).
 # PYTHON=/path/to/python forces the interpreter. Nothing is installed outside FOLDER.
 set -eu
 
@@ -39,7 +41,12 @@ select_profile() {
             constraints=tools/constraints-compat-3.11.txt extras=test
             alone=megatron-core==0.16.1
             ;;
-        *) fail "unknown profile '$1': expected 'reference', 'compat' or 'compat-3.11'." ;;
+        ascend)
+            lowest=311 highest=311 minors='11'
+            wanted='Python 3.11' example=3.11
+            constraints=tools/constraints-ascend.txt extras='' alone=''
+            ;;
+        *) fail "unknown profile '$1': expected 'reference', 'compat', 'compat-3.11' or 'ascend'." ;;
     esac
 }
 
@@ -156,10 +163,10 @@ recorded() {
 setup() {
     folder=$1
     environment=$(hash_of_environment)
-    current="complete $environment $(hash_of_package)"
+    current="complete $environment $([ -z "$extras" ] && echo wheels || hash_of_package)"
     if [ "$(recorded "$folder")" = "$current" ]; then return; fi
 
-    python=$(find_python) || exit 1
+    python=$(find_python) || { [ -n "$extras" ] || exit 3; exit 1; }
     mkdir -p "$folder"
     folder=$(CDPATH='' cd -- "$folder" && pwd)
     # One set-up at a time. The lock is on the folder itself, belongs to this shell's descriptor 9, and ends with it.
@@ -185,7 +192,11 @@ except OSError:
             ;;
         *)
             create "$folder" "$python"
-            say "installing hp_plugin[$extras]; the first time this downloads several GB, most of it torch"
+            if [ -n "$extras" ]; then
+                say "installing hp_plugin[$extras]; the first time this downloads several GB, most of it torch"
+            else
+                say "installing the pins of $constraints"
+            fi
             install_package "$folder"
             ;;
     esac
@@ -201,8 +212,29 @@ create() {
     "$2" -m venv "$1"
 }
 
+# Installs the pinned wheels alone into the environment $1. Ends with 3 if there are none for this machine.
+install_wheels() {
+    folder=$1
+    unset PYTHONPATH PYTHONHOME
+    if ! said=$(cd "$root" && "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps \
+        --only-binary :all: -r "$constraints" 2>&1); then
+        printf '%s\n' "$said" >&2
+        case $said in
+            *'No matching distribution found'*)
+                say "skipped: a package of $constraints has no wheel for this machine and Python"
+                exit 3
+                ;;
+        esac
+        fail "the installation failed, see above; the next run starts again from nothing."
+    fi
+}
+
 # Installs into the environment $1; more arguments go to pip.
 install_package() {
+    if [ -z "$extras" ]; then
+        install_wheels "$1"
+        return
+    fi
     folder=$1
     shift
     # A caller's PYTHONPATH would decide which packages pip believes to be there.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
@@ -32,12 +31,14 @@ class Report:
         backends: Communication backends that this torch can use.
         native_library: Where it was loaded from, or why torch is used instead.
         kernels: Implementation chosen per operation and device type, with the reason.
+        newton_schulz: Kernel of Muon's orthogonalization per device type, dtype and shape.
         topology: What the job looks like, or what would decide it.
         megatron: One sentence on the adapter for Megatron-LM.
         rebinding: Every name in Megatron that the adapter replaces, and its state.
         compatibility_layer: Every name that the CPU compatibility layer replaces, where HP_DEVICE=cpu asks for it.
         deepspeed: One sentence on the adapter for DeepSpeed.
         deepspeed_names: Every name in DeepSpeed that the adapter extends or replaces, and its state.
+        warnings: Sentences on what is installed and probably not what was meant.
         problems: Sentences on what is installed and not usable. Empty: all is well.
     """
 
@@ -49,11 +50,13 @@ class Report:
     native_library: str
     kernels: list[dict[str, str]]
     topology: str
+    newton_schulz: list[dict[str, str]] = field(default_factory=list)
     megatron: str = ""
     rebinding: list[dict[str, str]] = field(default_factory=list)
     compatibility_layer: list[dict[str, str]] = field(default_factory=list)
     deepspeed: str = ""
     deepspeed_names: list[dict[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -66,6 +69,8 @@ def examine() -> Report:
     """Looks at this machine. Under a launcher that sets WORLD_SIZE every rank must call: the topology is gathered."""
     import torch
 
+    from hp_plugin.core.devices.report import describe_backends, describe_devices
+
     problems: list[str] = []
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _MINIMUM_TORCH:
         problems.append(f"torch {torch.__version__} is installed; hp_plugin needs torch >= 2.7")
@@ -73,13 +78,14 @@ def examine() -> Report:
         version=__version__,
         rank=int(os.environ.get("RANK", "0")),
         packages=_packages(),
-        devices=_devices(),
-        backends=_backends(),
+        devices=describe_devices(),
+        backends=describe_backends(),
         native_library=_native_library(problems),
-        kernels=_kernels(),
+        kernels=_kernels(problems),
         topology=_topology(problems),
         problems=problems,
     )
+    _device_kernels(report)
     _megatron(report)
     _deepspeed(report)
     return report
@@ -95,33 +101,6 @@ def _packages() -> dict[str, str | None]:
     return found
 
 
-def _devices() -> list[str]:
-    import torch
-
-    lines = [f"cpu: {os.cpu_count()} cores, {platform.machine()}, torch uses {torch.get_num_threads()} threads"]
-    if torch.cuda.is_available():
-        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        lines.append(f"cuda: {torch.cuda.device_count()} devices ({', '.join(names)})")
-    else:
-        lines.append("cuda: none")
-    npu = getattr(torch, "npu", None)
-    if npu is not None and npu.is_available():
-        lines.append(f"npu: {npu.device_count()} devices")
-    elif importlib.util.find_spec("torch_npu") is None:
-        lines.append("npu: none (torch_npu is not installed)")
-    else:
-        lines.append("npu: torch_npu is installed, but no device is available")
-    return lines
-
-
-def _backends() -> list[str]:
-    import torch.distributed as dist
-
-    checks = (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available), ("mpi", dist.is_mpi_available))
-    found = [name for name, check in checks if check()]
-    return found + (["hccl"] if "hccl" in dist.Backend.backend_list else [])
-
-
 def _native_library(problems: list[str]) -> str:
     from hp_plugin.core.kernels import native_status
 
@@ -132,13 +111,26 @@ def _native_library(problems: list[str]) -> str:
         return str(error)
 
 
-def _kernels() -> list[dict[str, str]]:
+def _kernels(problems: list[str]) -> list[dict[str, str]]:
     from hp_plugin.core.kernels import chosen_kernels
 
     try:
         return [dataclasses.asdict(choice) for choice in chosen_kernels()]
-    except HyperParallelError:
-        return []  # the native library is broken and reported as such
+    except HyperParallelError as error:
+        if str(error) not in problems:  # a broken native library is reported already
+            problems.append(str(error))
+        return []
+
+
+def _device_kernels(report: Report) -> None:
+    from hp_plugin.core.kernels import foreign_apex
+    from hp_plugin.core.muon.kernel_choices import newton_schulz_choices
+
+    with contextlib.suppress(HyperParallelError):  # HP_KERNELS is wrong, which is among the problems
+        report.newton_schulz = newton_schulz_choices()
+    apex = foreign_apex()
+    if apex is not None:
+        report.warnings.append(apex)
 
 
 def _topology(problems: list[str]) -> str:

@@ -18,7 +18,11 @@ def render(report: Report, *, console: Console | None = None) -> None:
     _section(out, "devices", report.devices)
     _section(out, "backends", [", ".join(report.backends)])
     _section(out, "native library", [report.native_library])
-    _table(out, "kernels", report.kernels, ("operation", "device_type", "implementation", "applies_to"))
+    _table(out, "kernels", report.kernels, ("operation", "device_type", "implementation", "applies_to", "reason"))
+    columns = ("device_type", "dtype", "matrices", "kernel", "symmetric_products")
+    _table(out, "orthogonalization (kernel: auto)", report.newton_schulz, columns)
+    if report.warnings:
+        _section(out, "warnings", report.warnings)
     _section(out, "topology", report.topology.splitlines())
     _section(out, "Megatron-LM", [report.megatron])
     if report.rebinding:

@@ -6,7 +6,6 @@ tried out: a vendor's package is imported only once its set is switched on.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -56,13 +55,13 @@ def _triton_reason() -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=1)
 def _apex_reason() -> str | None:
     """Without importing it: NVIDIA's apex is recognised by the module and the extension that are used of it."""
     if importlib.util.find_spec("apex") is None:
         return "NVIDIA's apex is not installed."
-    if foreign_apex():
-        return f"{foreign_apex()}"
+    foreign = foreign_apex()
+    if foreign is not None:
+        return foreign
     if importlib.util.find_spec("amp_C") is None:
         return "apex is installed without its CUDA extensions (no module amp_C), and these are what would be used."
     return None

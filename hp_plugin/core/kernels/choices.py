@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hp_plugin.core.kernels import table
 from hp_plugin.core.kernels.native import native_status
 
 # Operation -> the tensors that its native kernel takes.
@@ -41,8 +42,10 @@ class KernelChoice:
 def chosen_kernels() -> tuple[KernelChoice, ...]:
     """Lists which implementation serves each operation, per device type; loads the native library if it is there.
 
+    On devices that is every row of the table of kernels, with what it would be used for and why it is or is not.
+
     Raises:
-        ConfigurationError: ``HP_NATIVE_LIBRARY`` names a file that cannot be used.
+        ConfigurationError: ``HP_NATIVE_LIBRARY`` names a file that cannot be used, or ``HP_KERNELS`` what there is not.
     """
     status = native_status()
     choices = []
@@ -52,7 +55,7 @@ def chosen_kernels() -> tuple[KernelChoice, ...]:
             choices.append(KernelChoice(operation, "cpu", "native", scope, reason))
         else:
             choices.append(KernelChoice(operation, "cpu", "torch", "all tensors", status.reason))
-        reason = "There is no native kernel for devices other than the CPU."
+        reason = "There is no kernel for other devices, or none that is used."
         choices.append(KernelChoice(operation, "other", "torch", "all tensors", reason))
     if status.library is not None:
         scope = "ranks of one host: publish, wait, barrier, life locks"
@@ -60,4 +63,27 @@ def chosen_kernels() -> tuple[KernelChoice, ...]:
     else:
         scope = "nothing: ranks of one host communicate through torch.distributed"
         choices.append(KernelChoice(COUNTERS, "cpu", "none", scope, status.reason))
-    return tuple(choices)
+    return (*choices, *_device_choices())
+
+
+def _device_choices() -> list[KernelChoice]:
+    """Of each row of the table and device: the implementation, or torch and why it is not that."""
+    chosen = table.kernels()
+    found = []
+    served: dict[tuple[str, str], str] = {}
+    for device_type in table.DEVICE_TYPES:
+        for row in table.KERNEL_TABLE:
+            if device_type not in row.devices:
+                continue
+            dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
+            rows = f", {row.min_rows} rows or more" if row.min_rows else ""
+            missing = chosen.missing(row.implementation)
+            first = served.get((device_type, row.operation))
+            if missing is None and first is not None:
+                missing = f"Serves only what {first} does not."
+            elif missing is None and not row.min_rows:
+                served[device_type, row.operation] = row.implementation
+            implementation = row.implementation if missing is None else "torch"
+            reason = f"{row.reason}." if missing is None else f"{row.implementation}: {missing}"
+            found.append(KernelChoice(row.operation, device_type, implementation, f"{dtypes}{rows}", reason))
+    return found

@@ -43,7 +43,9 @@ class KernelRow:
     min_rows: int = 0
 
 
-_BOTH = ("cuda", "npu")
+DEVICE_TYPES = ("cuda", "npu")
+"""Device types that the table knows."""
+_BOTH = DEVICE_TYPES
 KERNEL_TABLE: tuple[KernelRow, ...] = (
     KernelRow("accumulate_scaled_", "triton", _BOTH, _FLOATS, "one pass instead of a cast, a product and a sum"),
     KernelRow("accumulate_scaled_", "apex", ("cuda",), _FLOATS, "one pass, where Triton is not wanted"),

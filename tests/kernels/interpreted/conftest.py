@@ -7,7 +7,6 @@ test_interpreted.py` starts one for the quick ones, `make test-kernels` for all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,8 +17,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 
 @pytest.fixture
-def as_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[table.Kernels]:
+def as_cuda(monkeypatch: pytest.MonkeyPatch) -> table.Kernels:
     """Tensors of the CPU take the rows that CUDA has, Triton and block recursion switched on."""
     chosen = table.Kernels(frozenset({"triton", "blocks"}), {}, {"cpu": "cuda"})
     monkeypatch.setattr(table, "kernels", lambda: chosen)
-    yield chosen
+    return chosen
