@@ -6,6 +6,7 @@ its `tests/unit`, by default those that test what the engine does. Options:
     --engine hyperfsdp   the tests get ZeRO stage 3 and the block "hyperfsdp" through `deepspeed.initialize`
     --engine stage3      the same without the block: what DeepSpeed's ZeRO-3 makes of the test
     --engine stock       the tests as they are: what cannot pass on this machine
+    --fp32               tests that choose a dtype compute in fp32, so that sums do not differ by bf16's rounding
     -k EXPRESSION, --test-seconds N, --file-seconds N, --results FILE (one line of JSON per test)
 
 The tests are copied to a temporary folder and run on CPU, whatever the machine has. Each file gives one line of counts,
@@ -144,6 +145,7 @@ def run_file(file: str, unit: Path, options: argparse.Namespace) -> list[dict[st
         upstream_plugin.ENGINE: options.engine,
         upstream_plugin.RESULTS: str(results),
         upstream_plugin.TEST_SECONDS: str(options.test_seconds),
+        upstream_plugin.FP32: "1" if options.fp32 else "",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.deepspeed.upstream_plugin", "-p", "no:cacheprovider"]
     command += ["-p", "no:timeout", f"--basetemp={unit.parent / 'tmp'}", f"unit/{file}"]
@@ -190,6 +192,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--engine", choices=("hyperfsdp", "stage3", "stock"), default="hyperfsdp")
+    parser.add_argument("--fp32", action="store_true", help="let tests that choose a dtype compute in fp32")
     parser.add_argument("-k", default="", help="pytest's -k, for every file")
     parser.add_argument("--test-seconds", type=float, default=120.0)
     parser.add_argument("--file-seconds", type=float, default=3600.0)

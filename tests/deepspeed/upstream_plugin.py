@@ -37,6 +37,8 @@ PRELOADED = (
     "triton",
 )
 """What DeepSpeed and torch import late, when an engine is made."""
+FP32 = "UPSTREAM_FP32"
+"""Whether the device is said to compute in fp32 alone, so that tests that choose a dtype compare without rounding."""
 GRACE_SECONDS = 10.0
 """After one rank has failed, the others have so long to say why they fail too; then they wait for it forever."""
 
@@ -140,6 +142,9 @@ def _name_the_device() -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().current_device = lambda: "cpu"
+    if os.environ.get(FP32):
+        get_accelerator().is_bf16_supported = get_accelerator().is_fp16_supported = lambda: False
+        get_accelerator().supported_dtypes = lambda: [torch.float]
     parallel: Any = torch.nn.parallel.DistributedDataParallel
     original = parallel.__init__
     if hasattr(original, "__wrapped__"):
