@@ -5,6 +5,7 @@ The same collectives as the plan's, called where they belong, with nothing aroun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from torch import nn
 
 from bench.host_overhead.model import Norm
 from bench.host_overhead.planned_model import MLP, Attention, Block, Blocks
+
+# Newer torch renames both, and warning about the old names would take time.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Enter(torch.autograd.Function):
@@ -47,7 +52,7 @@ class _Leave(torch.autograd.Function):
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """(1, tokens / ranks, dim) -> (1, tokens, dim)."""
     out = x.new_empty((ranks, *x.shape))
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    _gather_into(out.view(-1), x.contiguous().view(-1), group=group)
     return out.movedim(0, 1).flatten(1, 2)
 
 
@@ -55,7 +60,7 @@ def _scatter(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Ten
     """(1, tokens, dim) of summands -> (1, tokens / ranks, dim)."""
     pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    dist.reduce_scatter_tensor(out.view(-1), pieces.view(-1), group=group)
+    _reduce_scatter_into(out.view(-1), pieces.view(-1), group=group)
     return out
 
 
