@@ -55,8 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> None:
     """Makes classes that are fixtures known, in which a newer pytest than DeepSpeed's own finds none."""
-    if isinstance(obj, type) and getattr(obj, "is_dist_fixture", False) and getattr(obj, "world_size", None):
-        pytest.register_fixture(name=name, func=obj, node=collector)
+    if not (isinstance(obj, type) and getattr(obj, "is_dist_fixture", False) and getattr(obj, "world_size", None)):
+        return
+
+    def fixture(request: pytest.FixtureRequest) -> None:
+        obj()(request)
+
+    pytest.register_fixture(name=name, func=fixture, node=collector)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
