@@ -29,6 +29,11 @@ def check_same(former: Any, model: nn.Module, *, options: Any, compute_dtype: An
             "parameters of this model are shards that belong to the engine of another module; pass that module to "
             f"deepspeed.initialize{advice}"
         )
+    if options.mode == "validation":
+        raise ConfigurationError(
+            '"mode": "validation" compares with the unsharded model, and an earlier engine has sharded this one'
+            f"{advice}"
+        )
     if former.hyperfsdp != options:
         raise ConfigurationError(
             f'the model is sharded already, as an earlier "hyperfsdp" block said ({former.hyperfsdp!r}), and this one '

@@ -155,6 +155,8 @@ def second_engine(*, supernode_size: int, has_client: bool, **more: Any) -> None
     )
     outer = torch.nn.Sequential(first.module)
     assert "the engine of another module" in told(lambda: build(outer))
+    config["hyperfsdp"] = {"supernode_size": supernode_size, "mode": "validation"}
+    assert "compares with the unsharded model" in told(lambda: build(first.module))
     config["hyperfsdp"] = {"supernode_size": 1}
     assert "and this one differs" in told(lambda: build(first.module))
     config["hyperfsdp"], config["bf16"] = {"supernode_size": supernode_size}, {"enabled": not more}
