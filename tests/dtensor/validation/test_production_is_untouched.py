@@ -27,7 +27,7 @@ def nothing_of_validation() -> Iterator[None]:
     """Every class and function of the package raises when it is made or called."""
     with ExitStack() as stack:
         for module in (calls, checker, follow, live, reference, session):
-            for name, found in vars(module).items():
+            for found in vars(module).values():
                 is_own = inspect.isclass(found) and found.__module__.startswith(package.__name__)
                 if is_own and "__init__" in vars(found):
                     stack.enter_context(mock.patch.object(found, "__init__", _refuse))

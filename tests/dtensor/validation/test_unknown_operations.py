@@ -72,7 +72,7 @@ def kernel(bias: float) -> Any:
 
 def halves(fault: bool) -> Any:
     def body(block: Block, x: torch.Tensor) -> torch.Tensor:
-        above, below = Halves.apply(x, fault and block.rank == 1)  # type: ignore[no-untyped-call]
+        above, below = Halves.apply(x, fault and block.rank == 1)
         return above - 0.5 * below
 
     return body
@@ -129,7 +129,7 @@ def normalised(back: bool) -> Any:
     """A norm over the divided dim, right only if gradients of the sum, used by each rank for its piece, are summed."""
 
     def body(block: Block, x: torch.Tensor) -> torch.Tensor:
-        square = SumOverRanks.apply(x.square().sum(-1, keepdim=True), block.line, back)  # type: ignore[no-untyped-call]
+        square = SumOverRanks.apply(x.square().sum(-1, keepdim=True), block.line, back)
         return x * torch.rsqrt(square + 1e-5) * block.scale
 
     return body

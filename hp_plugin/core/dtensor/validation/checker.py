@@ -10,8 +10,11 @@ input's placement. This tells `replicate` from `copy`, whose values are equal, a
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -115,9 +118,14 @@ class Checker:
             )
         return [found[1] for found in received]
 
-    def fail(self, finding: Finding) -> None:
-        """Tells all ranks of a fault that this one may be alone to see."""
-        self.gather("", finding)
+    def fail(self, finding: Finding) -> NoReturn:
+        """Raises a fault that this rank may be alone to see, and tells the others of it where they listen.
+
+        A rank that waits for this one in a collective of the model does not listen; it is woken up by what started it.
+        """
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.exchange.tell(("", finding))
+        raise PlacementError(finding)
 
     # ---------------------------------------------------------------- values
 
@@ -206,7 +214,6 @@ class Checker:
         Raises:
             PlacementError: none is left for some output.
         """
-        grid = self.exchange.grid
         trials: list[tuple[int, Placing, list[torch.Tensor]]] = []
         with apart():
             outputs, leaves = repeat()

@@ -23,6 +23,10 @@ class Exchange(Protocol):
         """The values of all ranks of the plan's axes, in row-major order. Every one of them must call."""
         ...
 
+    def tell(self, value: Any) -> list[Any]:
+        """As `gather`, by a rank that fails and does not know whether the others listen."""
+        ...
+
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, torch's default generator is this rank's own."""
         ...
@@ -51,6 +55,10 @@ class ProcessExchange:
                 gathered = [item for _, part in sorted(received, key=lambda pair: pair[0]) for item in part]
         return gathered
 
+    def tell(self, value: Any) -> list[Any]:
+        """See `Exchange`: others that wait in another collective end with the time limit of their group."""
+        return self.gather(value)
+
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:
         """See `Exchange`: a process has its own generator anyway."""
@@ -70,12 +78,13 @@ class Meeting:
         self._barrier = threading.Barrier(size)
         self._timeout_s = timeout_s
 
-    def exchange(self, index: int, value: Any) -> list[Any]:
+    def exchange(self, index: int, value: Any, timeout_s: float | None = None) -> list[Any]:
         """Brings `value` as member `index`. Raises `threading.BrokenBarrierError` if a member never comes."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
         self._slots[index] = value
-        self._barrier.wait(self._timeout_s)
+        self._barrier.wait(limit)
         values = list(self._slots)
-        self._barrier.wait(self._timeout_s)  # nobody writes the next value before all have read this one
+        self._barrier.wait(limit)  # nobody writes the next value before all have read this one
         return values
 
     def abort(self) -> None:
@@ -102,6 +111,10 @@ class ThreadExchange:
     def gather(self, value: Any) -> list[Any]:
         """See `Exchange`."""
         return self._meeting.exchange(self.grid.index, value)
+
+    def tell(self, value: Any) -> list[Any]:
+        """See `Exchange`: the failure of a thread wakes the others up, so that there is no use in a long wait."""
+        return self._meeting.exchange(self.grid.index, value, timeout_s=2.0)
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

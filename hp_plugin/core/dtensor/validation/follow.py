@@ -42,8 +42,8 @@ def _followed_class(cls: type[nn.Module]) -> type[nn.Module]:
 def follow(model: nn.Module, follower: Follower) -> None:
     """Lets every module of `model` tell `follower` of its calls."""
     for name, module in model.named_modules():
-        module._hp_follower = follower  # type: ignore[assignment]
-        module._hp_path = name  # type: ignore[assignment]
+        module._hp_follower = follower
+        module._hp_path = name
         module.__class__ = _followed_class(type(module))  # type: ignore[arg-type]
 
 
@@ -61,8 +61,12 @@ def plain_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..
 
 
 def is_region(name: str, spec: ModuleSpec, regions: Sequence[str]) -> bool:
-    """Whether a module is compared at its borders only: its planned body runs other operations than the module's own."""
-    return spec.body != "plain" or any(fnmatch.fnmatchcase(name, pattern) for pattern in regions)
+    """Whether a module is compared at its borders only: divided, it runs other operations than in one process."""
+    return (
+        spec.body != "plain"
+        or spec.dispatch is not None
+        or any(fnmatch.fnmatchcase(name, pattern) for pattern in regions)
+    )
 
 
 def named_inputs(
@@ -148,7 +152,8 @@ class RecordingFollower:
         name = path_of(module)
         spec = self._plan.modules.get(name, ModuleSpec())
         if is_region(name, spec, self._regions):
-            return recorder.region(name, "region", forward, args, kwargs, list(module.parameters()))
+            named = {f"{name}.{key}" if name else key: p for key, p in module.named_parameters()}
+            return recorder.region(name, "region", forward, args, kwargs, named)
         inputs = named_inputs(module, name, spec, args, kwargs)
         return recorder.module(
             name, inputs, lambda: forward(*args, **kwargs), lambda result: named_outputs(result, spec)
@@ -160,7 +165,7 @@ class RecordingFollower:
         def followed(*args: Any, **kwargs: Any) -> torch.Tensor:
             if self.recorder is None or self.recorder.is_inside:
                 return function(*args, **kwargs)
-            result: torch.Tensor = self.recorder.region("", "loss", function, args, kwargs, [])
+            result: torch.Tensor = self.recorder.region("", "loss", function, args, kwargs, {})
             return result
 
         return followed

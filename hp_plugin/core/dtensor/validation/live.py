@@ -14,8 +14,9 @@ from hp_plugin.core.dtensor.applied import applied_plan
 from hp_plugin.core.dtensor.apply import apply_plan
 from hp_plugin.core.dtensor.check import check_plan
 from hp_plugin.core.dtensor.loss import loss_function
+from hp_plugin.core.dtensor.placement import shard
 from hp_plugin.core.dtensor.plan import ModuleSpec, ShardingPlan
-from hp_plugin.core.dtensor.validation.calls import tensors_in
+from hp_plugin.core.dtensor.validation.calls import tensors_in, with_tensors
 from hp_plugin.core.dtensor.validation.exchange import ProcessExchange
 from hp_plugin.core.dtensor.validation.follow import (
     RecordingFollower,
@@ -134,7 +135,8 @@ class _LiveFollower:
             if logits is None:
                 return function(*args, **kwargs)
             whole = self._results[1][logits]
-            records, _ = self._record(lambda: loss_function(self._reference)(whole, *args[1:], **kwargs))
+            rest, options = self._all_rows(args[1:]), self._all_rows(kwargs)
+            records, _ = self._record(lambda: loss_function(self._reference)(whole, *rest, **options))
             result: torch.Tensor = self._follow(records, lambda: inside(*args, **kwargs))
             return result
 
@@ -170,4 +172,12 @@ class _LiveFollower:
             placing = grid.placing(spec.inputs[key].arrives, tensor.ndim)
             if any(p.kind != "replicate" for p in placing):
                 found[key] = self._session.assemble(tensor, placing)
-        return replace_inputs(self._model, "", spec, args, kwargs, found)
+        args, kwargs = replace_inputs(self._model, "", spec, args, kwargs, found)
+        return self._all_rows(args), self._all_rows(kwargs)
+
+    def _all_rows(self, value: Any) -> Any:
+        """Of what the batch's axes divide, all rows."""
+        if not self._plan.batch:
+            return value
+        rows = self._session.grid.placing(dict.fromkeys(self._plan.batch, shard(0)), 1)
+        return with_tensors(value, iter([self._session.assemble(t, rows) for t in tensors_in(value)]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class OperationRecord:
         note: why gradients could not be computed, else empty.
         is_random: it drew random numbers.
         mask: of a dropout, what its input was multiplied with.
+        parameters: of a region, the names of its parameters, whose gradients come after those of its inputs.
     """
 
     name: str
@@ -53,6 +54,22 @@ class OperationRecord:
     note: str = ""
     is_random: bool = False
     mask: torch.Tensor | None = None
+    parameters: list[str] = field(default_factory=list)
+
+    def place_of(self, parameter: str) -> int:
+        """Where the gradient of a region's parameter is."""
+        inputs = max((len(found) for found in self.gradients), default=0) - len(self.parameters)
+        return inputs + self.parameters.index(parameter)
+
+    def at(self, places: list[int], divisors: list[int]) -> OperationRecord:
+        """The same for these differentiable inputs only; their gradients divided."""
+        return replace(
+            self,
+            gradients=[
+                [found[place] / divisor for place, divisor in zip(places, divisors, strict=True)] if found else []
+                for found in self.gradients
+            ],
+        )
 
 
 @dataclass
@@ -188,7 +205,7 @@ class Recorder:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        parameters: list[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
     ) -> Any:
         """A part that is one operation here: tensors among its arguments, and parameters, are its inputs."""
         with self._inside():
@@ -198,8 +215,7 @@ class Recorder:
             record = OperationRecord(
                 label,
                 name,
-                [Whole(copy, flows) for copy, flows in zip(call.before, call.flows, strict=True)]
-                + [self.whole(p) for p in parameters],
+                [Whole(copy, flows) for copy, flows in zip(call.before, call.flows, strict=True)],
                 [self.whole(t) for t in call.outputs],
                 is_random=not torch.equal(state, torch.get_rng_state()),
             )
@@ -208,11 +224,12 @@ class Recorder:
                     f"module {name or '(model)'}, {label}: it draws random numbers, and what runs inside is compared "
                     "at its borders only; set dropout to 0 there, or call .eval()."
                 )
-            used = [p for p in parameters if p.requires_grad]
+            used = {name: p for name, p in parameters.items() if p.requires_grad}
+            record.parameters = list(used)
 
             def repeat() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
                 outputs, leaves = call.repeat()
-                return outputs, [*leaves, *used]
+                return outputs, [*leaves, *used.values()]
 
             self._differentiate(record, repeat)
             self.records.append(record)

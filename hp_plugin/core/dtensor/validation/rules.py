@@ -232,14 +232,18 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_divided_by, "div divide truediv true_divide itruediv rtruediv"),
     (
         _pointwise,
-        "silu gelu relu sigmoid tanh exp log sqrt rsqrt pow abs sin cos square softplus leaky_relu elu mish clamp "
-        "maximum minimum eq ne lt le gt ge logical_and logical_or logical_not and or invert masked_fill floor_divide "
-        "remainder floor ceil round sign reciprocal erf expm1 log1p lerp ones_like zeros_like",
+        (
+            "silu gelu relu sigmoid tanh exp log sqrt rsqrt pow abs sin cos square softplus leaky_relu elu mish clamp "
+            "maximum minimum eq ne lt le gt ge logical_and logical_or logical_not and or invert masked_fill "
+            "floor_divide remainder floor ceil round sign reciprocal erf expm1 log1p lerp ones_like zeros_like"
+        ),
     ),
     (
         _moved,
-        "transpose permute t T mT movedim swapaxes swapdims expand expand_as repeat repeat_interleave split chunk "
-        "unbind narrow select getitem index_select roll flip squeeze unsqueeze tril triu gather",
+        (
+            "transpose permute t T mT movedim swapaxes swapdims expand expand_as repeat repeat_interleave split chunk "
+            "unbind narrow select getitem index_select roll flip squeeze unsqueeze tril triu gather"
+        ),
     ),
     (_viewed, "view reshape flatten unflatten view_as reshape_as"),
     (_last_dim, "layer_norm rms_norm"),

@@ -11,8 +11,11 @@ from torch import nn
 
 from hp_plugin.core.dtensor.applied import applied_plan
 from hp_plugin.core.dtensor.apply import apply_plan
+from hp_plugin.core.dtensor.placement import shard
 from hp_plugin.core.dtensor.plan import ModuleSpec, Placed, ShardingPlan
 from hp_plugin.core.dtensor.validation.arrangement import Grid
+from hp_plugin.core.dtensor.validation.batches import mapped, rows_of
+from hp_plugin.core.dtensor.validation.calls import tensors_in
 from hp_plugin.core.dtensor.validation.exchange import Meeting
 from hp_plugin.core.dtensor.validation.follow import follow, named_inputs, named_outputs, path_of
 from hp_plugin.core.dtensor.validation.report import Finding, PlacementError
@@ -32,7 +35,7 @@ def check_shapes(
     operations that fail on a piece, are found. Returns the first fault, and the number of ranks that were looked at.
     """
     whole = copy.deepcopy(model).to("meta")
-    batch = _to_meta(batch)
+    batch = mapped(batch, lambda t: t.to("meta"))
     shapes: Shapes = {}
     one = copy.deepcopy(whole)
     follow(one, _Shapes(plan, shapes, None))
@@ -48,7 +51,7 @@ def check_shapes(
             _check_parameters(planned, whole, plan, grid)
             follower = _Shapes(plan, shapes, grid)
             follow(planned, follower)
-            loss_of(planned, batch)
+            loss_of(planned, rows_of(batch, plan, grid))
         except PlacementError as error:
             return error.finding, count + 1
         except (HyperParallelError, RuntimeError, ValueError, IndexError) as error:
@@ -89,7 +92,9 @@ class _Shapes:
         for key, tensor in named_inputs(module, name, spec, args, kwargs).items():
             self._note(name, number, f"input {key}", tensor, spec.inputs[key].arrives)
         self.inside.append(name)
-        result = forward(*args, **kwargs)
+        # Which tokens go to which experts is data: without values, as many come back as were sent.
+        is_sent = self._grid is not None and spec.dispatch is not None and self._plan.axes[spec.dispatch] > 1
+        result = _tokens(args, kwargs) if is_sent else forward(*args, **kwargs)
         self.inside.pop()
         for key, tensor in named_outputs(result, spec).items():
             self._note(name, number, f"output {key}", tensor, spec.outputs[key].leaves)
@@ -105,7 +110,13 @@ class _Shapes:
             return
         whole = self._shapes.get((name, number, what))
         if whole is not None:
-            _compare(name, what, tuple(tensor.shape), whole, placed, self._grid)
+            rows = dict.fromkeys(self._plan.batch, shard(0))
+            divided = placed if tuple(tensor.shape) == whole else {**rows, **placed}
+            _compare(name, what, tuple(tensor.shape), whole, divided, self._grid)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return torch.empty_like(next(t for t in tensors_in((args, kwargs)) if t.is_floating_point()))
 
 
 def _check_parameters(planned: nn.Module, whole: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
@@ -115,8 +126,9 @@ def _check_parameters(planned: nn.Module, whole: nn.Module, plan: ShardingPlan, 
     wholes = dict(whole.named_parameters())
     for name, parameter in planned.named_parameters():
         owner, _, attribute = name.rpartition(".")
-        shape = tuple(wholes[name].shape)
-        _compare(owner, f"parameter {attribute}", tuple(parameter.shape), shape, placed[name].held, grid)
+        full = applied.whole_name(name)
+        shape = tuple(wholes[full].shape)
+        _compare(owner, f"parameter {attribute}", tuple(parameter.shape), shape, placed[full].held, grid)
 
 
 def _compare(
@@ -145,12 +157,3 @@ def _compare(
 
 def _names(grid: Grid) -> str:
     return ", ".join(grid.divided)
-
-
-def _to_meta(batch: Any) -> Any:
-    def move(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-    if isinstance(batch, Mapping):
-        return {key: move(value) for key, value in batch.items()}
-    return tuple(move(value) for value in batch)

@@ -14,14 +14,15 @@ from hp_plugin.core.dtensor.apply import apply_plan
 from hp_plugin.core.dtensor.check import check_plan
 from hp_plugin.core.dtensor.loss import loss_function
 from hp_plugin.core.dtensor.plan import ShardingPlan
+from hp_plugin.core.dtensor.validation.batches import cloned, converted, rows_of
 from hp_plugin.core.dtensor.validation.follow import RecordingFollower, follow, follow_loss
 from hp_plugin.core.dtensor.validation.perturb import perturb_constants
 from hp_plugin.core.dtensor.validation.reference import Record, Recorder
-from hp_plugin.core.dtensor.validation.report import PlacementError, SimulationReport
+from hp_plugin.core.dtensor.validation.report import Finding, PlacementError, SimulationReport
 from hp_plugin.core.dtensor.validation.session import Session
 from hp_plugin.core.dtensor.validation.shapes import check_shapes
 from hp_plugin.core.dtensor.validation.simulated import SimulatedRanks
-from hp_plugin.errors import ConfigurationError
+from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 MOST_RANKS = 32
 """Plans of more ranks are followed with values on a reduced plan."""
@@ -70,12 +71,17 @@ def simulate(
     """
     model = _prepared(copy.deepcopy(model_fn()), dtype)
     check_plan(model, plan)
-    batch = _converted(batch, dtype)
+    batch = converted(batch, dtype)
     perturb_constants(model)
     reference = copy.deepcopy(model)
     if reference_fn is not None:
         reference = _prepared(reference_fn(), dtype)
         reference.load_state_dict(model.state_dict())
+    if plan.batch and loss_fn is not None:
+        raise UnsupportedError(
+            f"the plan divides the batch over {', '.join(plan.batch)}, and what loss_fn does over ranks is not known; "
+            "use loss_function(model), or a model that computes its loss, and give no loss_fn."
+        )
     planned_axes, shapes = dict(plan.axes), 0
     loss_of = loss_fn or _loss_of
     ranks = SimulatedRanks(plan.axes)
@@ -93,13 +99,13 @@ def simulate(
 
     def run(rank: int) -> None:
         session, planned = sessions[rank]
-        mine = _cloned(batch)
+        mine = rows_of(batch, plan, session.grid)
         with session.following(records):
             loss = loss_of(planned, mine)
         loss.backward()
         session.check_gradients(gradients)
 
-    findings = ()
+    findings: tuple[Finding, ...] = ()
     try:
         if after_apply is not None:
             ranks.run(lambda rank: after_apply(sessions[rank][1]))
@@ -140,7 +146,7 @@ def _recorded(
     follow_loss(reference, follower)
     recorder = Recorder(seed)
     follower.recorder = recorder
-    mine = _cloned(batch)
+    mine = cloned(batch)
     with recorder.running():
         loss = loss_of(reference, mine)
     follower.recorder = None
@@ -161,20 +167,3 @@ def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model if dtype is None else model.to(dtype)
-
-
-def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    def of(value: Any) -> Any:
-        return change(value) if isinstance(value, torch.Tensor) else value
-
-    if isinstance(batch, Mapping):
-        return {key: of(value) for key, value in batch.items()}
-    return tuple(of(value) for value in batch)
-
-
-def _cloned(batch: Any) -> Any:
-    return _mapped(batch, torch.Tensor.clone)
-
-
-def _converted(batch: Any, dtype: torch.dtype | None) -> Any:
-    return _mapped(batch, lambda t: t if dtype is None or not t.is_floating_point() else t.to(dtype))

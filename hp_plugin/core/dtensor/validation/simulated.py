@@ -23,7 +23,10 @@ class _Done:
         return True
 
 
-class SimulatedGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose signatures differ between releases
+
+
+class SimulatedGroup(_ProcessGroup):
     """The ranks of one line of a `SimulatedMesh`. Reductions add in the order of ranks.
 
     Tensors on the `meta` device have no values: shapes are checked and nobody is waited for.
@@ -237,5 +240,5 @@ class SimulatedRanks:
             thread.join()
         if failures:
             own = [f for f in failures if not isinstance(f[2], threading.BrokenBarrierError)]
-            raise min(own or failures, key=lambda f: f[0])[2]
+            raise min(own or failures, key=lambda f: f[1] if own else f[0])[2]
         return results
