@@ -59,6 +59,7 @@ def save_checkpoint(
         model_state, optimizer_state = placed_state(model, *states)
         if rename is not None:
             model_state, optimizer_state = _renamed(model_state, optimizer_state, rename)
+            optimizer_state = _with_all_names(optimizer_state)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "extra": dict(extra or {})}
         try:
             dcp.save(state, checkpoint_id=str(partial))
@@ -107,7 +108,9 @@ def load_checkpoint(
         )
     states: Any = get_state_dict(model, optimizers, options=StateDictOptions(ignore_frozen_params=ignore_frozen))
     model_state, optimizer_state = placed_state(model, *states)
-    own = [list(group["params"]) for group in optimizer_state.get("param_groups", [])]
+    own = [
+        {key: list(group[key]) for key in _NAMES if key in group} for group in optimizer_state.get("param_groups", [])
+    ]
     back = {}
     if rename is not None:
         back = {rename(name): name for name in _parameter_names(model_state, optimizer_state)}
@@ -120,8 +123,9 @@ def load_checkpoint(
     model_state, optimizer_state = state["model"], state.get("optimizer", {})
     if rename is not None:
         model_state, optimizer_state = _renamed(model_state, optimizer_state, lambda name: back.get(name, name))
-        for group, names in zip(optimizer_state.get("param_groups", []), own):
-            group["params"] = names  # the file has those of the rank that wrote it
+    for group, names in zip(optimizer_state.get("param_groups", []), own):
+        # The file has those of all ranks; what the optimizer itself calls them depends on who holds them.
+        group.update(names if rename is not None else {key: names[key] for key in names if key != "params"})
     model_state = _filled(model_state, states[0])
     if "state" in optimizer_state:
         pairs = optimizer_state["state"].items()
@@ -156,6 +160,25 @@ def _parameter_names(model_state: Mapping[str, Any], optimizer_state: Mapping[st
     return {*model_state, *optimizer_state.get("state", {}), *(name for group in groups for name in group["params"])}
 
 
+_NAMES = ("params", "param_names")
+"""Entries of a parameter group that name its parameters: for the state dict, and for the optimizer itself."""
+
+
+def _with_all_names(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups that name the parameters of all ranks, since one rank's are written. Every rank must call."""
+    groups = optimizer_state.get("param_groups", [])
+    everyone: list[Any] = [groups]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [{key: group[key] for key in _NAMES if key in group} for group in groups])
+    named = []
+    for index, group in enumerate(groups):
+        same = [theirs[index] for theirs in everyone if index < len(theirs)]
+        united = {key: list(dict.fromkeys(n for g in same for n in g.get(key, ()))) for key in _NAMES if key in group}
+        named.append({**group, **united})
+    return {**optimizer_state, "param_groups": named} if groups else dict(optimizer_state)
+
+
 def _renamed(
     model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], rename: Callable[[str], str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -164,7 +187,8 @@ def _renamed(
     if "state" in renamed:
         renamed["state"] = {rename(name): value for name, value in renamed["state"].items()}
         renamed["param_groups"] = [
-            {**group, "params": [rename(name) for name in group["params"]]} for group in renamed["param_groups"]
+            {**group, **{key: [rename(name) for name in group[key]] for key in _NAMES if key in group}}
+            for group in renamed["param_groups"]
         ]
     return {rename(name): value for name, value in model_state.items()}, renamed
 

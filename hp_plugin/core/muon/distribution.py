@@ -20,6 +20,9 @@ from hp_plugin.core.layout import AttachedLayout, Layout, Segment, attached_layo
 from hp_plugin.core.muon.blocks import Block, MatrixView
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
+_PLAN = "plan_"
+"""In front of the names of a sharding plan's axes, which may be called as data-parallel ones are."""
+
 
 @dataclass(frozen=True)
 class Distribution:
@@ -100,12 +103,17 @@ class Distribution:
             return None
         layout = Layout(
             attached.layout.global_shape,
-            (*(f"plan_{attached.layout.axis_names[axis]}" for axis, _ in axes), *inner.layout.axis_names),
+            (*(f"{_PLAN}{attached.layout.axis_names[axis]}" for axis, _ in axes), *inner.layout.axis_names),
             (*sizes, *inner.layout.axis_sizes),
             (*(attached.layout.placements[axis] for axis, _ in axes), *inner.layout.placements),
             shard_order=(*range(len(axes)), *(len(axes) + axis for axis in inner.layout.shard_order)),
         )
         return cls(layout, tuple(ranks))
+
+    @property
+    def plan_replicas(self) -> tuple[str, ...]:
+        """Axes of a sharding plan on which every rank has the parameter whole."""
+        return tuple(name[len(_PLAN) :] for name in self.layout.replicate_axes if name.startswith(_PLAN))
 
     def check_shard(self, name: str, rank: int, shape: Sequence[int]) -> None:
         """Checks that the local tensor of a rank, of shape `shape`, is what the layout says of it.

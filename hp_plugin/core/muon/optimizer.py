@@ -348,6 +348,13 @@ class HyperMuon(Optimizer):
                         f'parameter {self._exchanger.plan.parameters[index].name} has gradients="owner", but nothing '
                         "that reduces its gradient heeds it: hp_plugin.fully_shard on a mesh with a replicate axis does"
                     )
+                planned = self._exchanger.plan.parameters[index]
+                if planned.distribution is not None and planned.distribution.plan_replicas:
+                    raise UnsupportedError(
+                        f'parameter {planned.name} has gradients="owner", but a sharding plan keeps it whole on the '
+                        f"ranks of {', '.join(planned.distribution.plan_replicas)}, of which only one would get its "
+                        'gradient; use gradients="replicated" for it'
+                    )
                 set_gradient_owner(parameter, owner)
 
     def _forget_gradient_owners(self) -> None:
