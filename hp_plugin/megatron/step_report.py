@@ -7,7 +7,8 @@ Every `--log-interval` iterations the last rank, which prints Megatron's line, p
 
 All numbers are means per iteration, of the rank with the largest one. Bytes are those of operands (the full tensor of
 an all-gather or reduce-scatter, the buffer of an all-reduce), see `hp_plugin.core.fsdp.counters`. On CPU waits are
-those of the computing thread; on devices, which wait on streams, they are the time that queueing takes and say nothing.
+those of the computing thread; on devices the time in which the computing stream stood still, taken by events: waits
+that it has not passed when a step is reported count for a later one.
 """
 
 from __future__ import annotations

@@ -57,6 +57,9 @@ def test_accelerator_forwards_to_the_module_of_its_type(monkeypatch: pytest.Monk
     module.Stream.assert_called_once_with(priority=-1)
     assert device.current_stream() is module.current_stream.return_value
     assert device.new_event() is module.Event.return_value
+    module.Event.assert_called_once_with(enable_timing=False)
+    device.new_event(timed=True)
+    module.Event.assert_called_with(enable_timing=True)
     stream = SimpleNamespace()
     assert device.use_stream(stream) is module.stream.return_value  # type: ignore[arg-type]
     module.stream.assert_called_once_with(stream)

@@ -13,10 +13,19 @@ using Tensors = std::vector<at::Tensor>;
 using c10d::Work;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
-// Holds what a collective works in until somebody waits, as backends of devices do, and orders that stream behind it.
+// What torch_npu does by default (MULTI_STREAM_MEMORY_REUSE=1): a collective tells the allocator that its stream uses
+// the tensors, keeps none of them alive, and takes that back when somebody waits, whose stream is then behind it. NCCL's
+// keeps them until then, which is milder.
 class FakeWork final : public Work {
  public:
-  FakeWork(int64_t event, Tensors stash) : event_(event), stash_(std::move(stash)) {}
+  FakeWork(int64_t event, int64_t stream, const Tensors& tensors) : event_(event), stream_(stream) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.device().is_privateuseone() && tensor.storage().data() != nullptr) {
+        uses_.emplace_back(tensor.storage().data(), tensor.storage().getWeakStorageImpl());
+        log().add("keep for stream", stream_, reinterpret_cast<int64_t>(tensor.storage().data()));
+      }
+    }
+  }
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
   void synchronize() override { log().add("wait", stream_of_this_thread(), event_); }
@@ -24,13 +33,20 @@ class FakeWork final : public Work {
     if (event_ != 0) {
       synchronize();
     }
-    stash_.clear();
+    for (const auto& [pointer, storage] : uses_) {
+      const auto alive = storage.lock();
+      if (alive && alive->data() == pointer) {
+        log().add("no longer for stream", stream_, reinterpret_cast<int64_t>(pointer));
+      }
+    }
+    uses_.clear();
     return true;
   }
 
  private:
   int64_t event_;  // 0: ran on the stream of its caller
-  Tensors stash_;
+  int64_t stream_;
+  std::vector<std::pair<const void*, c10::weak_intrusive_ptr<c10::StorageImpl>>> uses_;
 };
 
 Tensors flat(const std::vector<Tensors>& nested) {
@@ -199,13 +215,13 @@ class FakeHccl final : public c10d::Backend {
       move(*carrier_)->wait();
     }
     if (!is_async) {
-      return c10::make_intrusive<FakeWork>(0, Tensors{});
+      return c10::make_intrusive<FakeWork>(0, place, Tensors{});
     }
     const int64_t end = new_event();
     log().add("record", place, end);
-    Tensors stash = inputs;
-    stash.insert(stash.end(), outputs.begin(), outputs.end());
-    return c10::make_intrusive<FakeWork>(end, std::move(stash));
+    Tensors used = inputs;
+    used.insert(used.end(), outputs.begin(), outputs.end());
+    return c10::make_intrusive<FakeWork>(end, place, used);
   }
 };
 

@@ -120,6 +120,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     log().add("host waits for event", 0, reinterpret_cast<int64_t>(event));
   }
+  // Two milliseconds, whichever they are: nothing here takes a device's time.
+  double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 2.0; }
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
 };
 

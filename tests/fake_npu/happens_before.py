@@ -99,6 +99,8 @@ class _Checker:
             self._use(position, stream, subject, start, end, kind == "write", name)
         elif kind == "keep for stream":
             self._memory.setdefault(subject, _Memory()).kept_for.add(stream)
+        elif kind == "no longer for stream":
+            self._memory.setdefault(subject, _Memory()).kept_for.discard(stream)
         elif kind == "record":
             self._events[subject] = dict(self._now(stream))
         elif kind == "wait":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from hp_plugin import HyperAdamW, HyperMuon, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from hp_plugin.core.devices.capabilities import HCCL_COALESCED_VARIABLE
 from hp_plugin.core.fsdp.counters import Counters, WaitCause
 from tests.fake_npu import device, happens_before
 from tests.fake_npu.happens_before import Fault
@@ -82,6 +85,7 @@ class Schedule:
         options: Of `fully_shard`.
         muon: Options of the HyperMuon that steps; None: HyperAdamW does.
         checkpoints: Whether blocks recompute their forward.
+        coalesces: Whether all operands of a unit leave in one launch.
     """
 
     replicate: int = 2
@@ -91,6 +95,7 @@ class Schedule:
     options: dict[str, Any] = field(default_factory=dict)
     muon: dict[str, Any] | None = None
     checkpoints: bool = False
+    coalesces: bool = False
 
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -102,6 +107,10 @@ _OWNERS = {"gradients": "owner", "momentum_placement": "owner"}
 
 SCHEDULES: dict[str, Schedule] = {
     "plain": Schedule(),
+    "coalesced": Schedule(coalesces=True),
+    "coalesced, bf16, partial sums": Schedule(
+        micro_batches=3, before=_all_reduce_at_the_end, options={"mp_policy": _BF16}, coalesces=True
+    ),
     "one bucket for each unit": Schedule(options={"bucket_bytes": 1}),
     "one replica": Schedule(replicate=1, shard=8),
     "replicas alone": Schedule(replicate=8, shard=1),
@@ -134,6 +143,8 @@ class Run:
         crossings: Collectives between supernodes.
         to_owners: Those of them that leave sums on one replica alone.
         waits: Counted ones, by cause.
+        seconds: Of all of them, in the time of the device.
+        launches: Collectives of this rank, all groups together.
         host_waits: How often the host waited for the device in backward, before its end.
     """
 
@@ -142,6 +153,8 @@ class Run:
     crossings: int
     to_owners: int
     waits: dict[str, int]
+    seconds: float
+    launches: int
     host_waits: int
 
 
@@ -153,8 +166,10 @@ def run_alone(name: str, *, events_are_pending: bool = True, tamper: Callable[[]
         events_are_pending: What a query of an event answers.
         tamper: Makes a context in which everything runs: a fault in the code under test.
     """
-    with (tamper or contextlib.nullcontext)():
-        return _run(SCHEDULES[name], events_are_pending)
+    schedule = SCHEDULES[name]
+    coalesced = {HCCL_COALESCED_VARIABLE: str(int(schedule.coalesces))}
+    with mock.patch.dict(os.environ, coalesced), (tamper or contextlib.nullcontext)():
+        return _run(schedule, events_are_pending)
 
 
 def _run(schedule: Schedule, events_are_pending: bool) -> Run:
@@ -179,8 +194,12 @@ def _run(schedule: Schedule, events_are_pending: bool) -> Run:
     inter = _inter_streams(mesh, schedule)
     counters = model.fsdp_counters()
     waits = {cause: wait.count for cause, wait in counters.waits.items()}
+    seconds = sum(wait.seconds for wait in counters.waits.values())
     crossings, to_owners = counters.all_reduces, counters.owner_reductions
-    return Run(happens_before.check(log, inter=inter), len(log), crossings, to_owners, waits, _host_waits(log))
+    faults = happens_before.check(log, inter=inter)
+    backends = {backend.stream for backend in device.BACKENDS.values()}
+    launches = sum(kind == "record" and stream in backends for kind, stream, *_ in log)
+    return Run(faults, len(log), crossings, to_owners, waits, seconds, launches, _host_waits(log))
 
 
 def _host_waits(log: list[happens_before.Entry]) -> int:

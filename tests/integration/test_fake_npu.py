@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hp_plugin.core.devices.capabilities import HCCL_COALESCED_VARIABLE
 from tests.fake_npu import build, device
 from tests.fake_npu.training import Result, train
 from tests.support import run_ranks
@@ -19,12 +20,14 @@ from tests.support import run_ranks
 needs_device = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
 
-def run_both(tmp_path: Path, **kwargs: object) -> list[tuple[Result, Result]]:
-    found = []
+def run_both(tmp_path: Path, *, coalesces: bool = False, **kwargs: object) -> list[tuple[Result, Result]]:
+    found, env = [], {HCCL_COALESCED_VARIABLE: str(int(coalesces))}
     for device_type in ("cpu", "npu"):
         folder = tmp_path / device_type
         folder.mkdir()
-        found.append(run_ranks(4, train, device_type=device_type, directory=str(folder), timeout=240, **kwargs))
+        found.append(
+            run_ranks(4, train, device_type=device_type, directory=str(folder), timeout=240, env=env, **kwargs)
+        )
     return list(zip(*found))
 
 
@@ -43,6 +46,12 @@ def check(pairs: list[tuple[Result, Result]], *, relative: float, weights: float
 @needs_device
 def test_fsdp_muon_clipping_and_a_checkpoint_give_the_results_of_the_cpu(tmp_path: Path) -> None:
     check(run_both(tmp_path, micro_batches=2), relative=2e-6, weights=5e-6)
+
+
+@needs_device
+@pytest.mark.full
+def test_one_launch_for_all_operands_of_a_unit_gives_the_same(tmp_path: Path) -> None:
+    check(run_both(tmp_path, micro_batches=2, coalesces=True), relative=2e-6, weights=5e-6)
 
 
 @needs_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plugin.core.devices.capabilities import Capabilities, backend_capabilities
+from hp_plugin.core.devices.clock import StreamClock
 from hp_plugin.core.devices.device import (
     AcceleratorDevice,
     CpuDevice,
@@ -24,6 +25,7 @@ __all__ = [
     "NullEvent",
     "NullStream",
     "Stream",
+    "StreamClock",
     "backend_capabilities",
     "default_device_type",
     "get_device",

@@ -32,6 +32,9 @@ class Event(Protocol):
     def query(self) -> bool:
         """True once the mark is reached."""
 
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this mark to `end`. Both were made to be timed, and have been reached."""
+
 
 class Stream(Protocol):
     """A queue of device work. The native stream classes of torch satisfy this."""
@@ -64,6 +67,10 @@ class NullEvent:
     def query(self) -> bool:
         """True: all earlier work is done."""
         return True
+
+    def elapsed_time(self, end: Any) -> float:
+        """Zero: nothing is queued, so nothing waits in a queue."""
+        return 0.0
 
 
 class NullStream:
@@ -115,8 +122,8 @@ class Device(ABC):
         """Context manager: operations inside are queued on `stream`."""
 
     @abstractmethod
-    def new_event(self) -> Event:
-        """A new event, not recorded yet, without timing."""
+    def new_event(self, *, timed: bool = False) -> Event:
+        """A new event, not recorded yet; only one that is made to be timed has an `elapsed_time`."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -161,7 +168,7 @@ class CpuDevice(Device):
         """A context without effect."""
         return contextlib.nullcontext(stream)
 
-    def new_event(self) -> Event:
+    def new_event(self, *, timed: bool = False) -> Event:
         """An event without effect."""
         return NullEvent()
 
@@ -221,9 +228,9 @@ class AcceleratorDevice(Device):
         """The module's own context manager."""
         return cast(contextlib.AbstractContextManager[Any], self._module.stream(stream))
 
-    def new_event(self) -> Event:
-        """A native event without timing."""
-        return cast(Event, self._module.Event())
+    def new_event(self, *, timed: bool = False) -> Event:
+        """A native event."""
+        return cast(Event, self._module.Event(enable_timing=timed))
 
     def synchronize(self) -> None:
         """Waits for the module's current device."""

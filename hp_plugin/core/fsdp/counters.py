@@ -7,7 +7,9 @@ import enum
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+from hp_plugin.core.devices import StreamClock
 from hp_plugin.core.fsdp.ranges import profiler_range
 
 
@@ -31,7 +33,13 @@ class WaitCause(str, enum.Enum):
 
 @dataclass
 class Wait:
-    """Host waits of one cause. On devices that wait on streams the seconds are those of queueing the wait."""
+    """Waits of one cause.
+
+    Attributes:
+        count: How many.
+        seconds: On CPU, in which the thread waited. On a device, in which the computing stream stood still: of waits
+            that it has passed when this was last collected.
+    """
 
     count: int = 0
     seconds: float = 0.0
@@ -68,26 +76,43 @@ class Counters:
     gradient_dtensors_built: int = 0
     """DTensor wrappers constructed for `.grad`: one per parameter and buffer, none in a steady step."""
     waits: dict[str, Wait] = field(default_factory=_no_waits)
-    """Host waits of the thread that computes, by the value of their `WaitCause`."""
+    """Waits of the thread, or on a device of the stream, that computes, by the value of their `WaitCause`."""
+    clock: StreamClock | None = field(default=None, repr=False, compare=False)
+    """Times waits on a device; None: the host's clock does."""
 
     @contextlib.contextmanager
     def waiting(self, cause: WaitCause) -> Iterator[None]:
         """Counts what runs inside as one wait."""
-        start = time.perf_counter()
+        start = self.start_wait()
         try:
             with profiler_range("wait for", cause.value):
                 yield
         finally:
             self.waited(cause, start)
 
-    def waited(self, cause: WaitCause, since: float) -> None:
-        """Counts a wait that began at `since` on `time.perf_counter()`; cheaper than `waiting`."""
+    def start_wait(self) -> Any:
+        """The moment at which a wait begins, for `waited`."""
+        return time.perf_counter() if self.clock is None else self.clock.now()
+
+    def waited(self, cause: WaitCause, since: Any) -> None:
+        """Counts a wait that began at `since`, which `start_wait` gave; cheaper than `waiting`."""
         wait = self.waits[cause.value]
         wait.count += 1
-        wait.seconds += time.perf_counter() - since
+        if self.clock is None:
+            wait.seconds += time.perf_counter() - since
+        else:
+            self.clock.measure(cause.value, since)
+
+    def collect_waits(self) -> None:
+        """Adds the seconds of waits that the device has passed by now. The host does not wait for it."""
+        if self.clock is not None:
+            for cause, seconds in self.clock.finished():
+                self.waits[cause].seconds += seconds
 
     def reset(self) -> None:
         """Sets every counter to zero."""
-        fresh = Counters()
+        fresh = Counters(clock=self.clock)
+        if self.clock is not None:
+            self.clock.forget()
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))

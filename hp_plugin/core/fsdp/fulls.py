@@ -7,7 +7,6 @@ There are two kinds. Gathered ones, here, exist while the unit is unsharded: a c
 from __future__ import annotations
 
 import abc
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -117,9 +116,9 @@ class GatheredFulls(FullTensors):
     def wait(self, root: Root) -> None:
         """As `FullTensors.wait`."""
         if self._gather is not None:
-            start = time.perf_counter()
-            self._gather.wait()
             counters = root.counters
+            start = counters.start_wait()
+            self._gather.wait()
             counters.all_gathers += 1
             counters.all_gather_bytes += self._gather.operand_bytes
             counters.copied_bytes += self._gather.copied_bytes

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hp_plugin.core.devices import StreamClock, get_device
 from hp_plugin.core.fsdp.bucket import Bucket, Route, compose
 from hp_plugin.core.fsdp.connect import connect
 from hp_plugin.core.fsdp.counters import Counters
@@ -44,7 +45,8 @@ class Root:
         _refuse_meta_parameters(named)
         self.units = list(named)
         """In order of `modules()` of the root, the root unit first."""
-        self.counters = Counters()
+        device = get_device(unit.info.device.type)
+        self.counters = Counters(clock=StreamClock(device) if device.has_streams else None)
         self.bucket_bytes: int | None = self.options.bucket_bytes
         """Bytes of a message between supernodes; None: what suits the link."""
         self.pipeline = ReductionPipeline(self.counters, window=self.options.window or DEFAULT_WINDOW)
@@ -80,6 +82,7 @@ class Root:
             unit.collect_counts()
         for memory in self._shared or ():
             memory.collect_waits(self.counters)
+        self.counters.collect_waits()
 
     # ---- order ------------------------------------------------------------------------------------------------------
 
