@@ -56,6 +56,7 @@ test-compat:
 # Device kernels without a device. The environment for Ascend has 220 MB; where there are no wheels for it, it is left out.
 test-kernels: setup
 	TRITON_INTERPRET=1 $(PYTHON_OF_VENV) -m pytest tests/kernels/interpreted
+	$(PYTHON_OF_VENV) -m pytest tests/tools/test_device_check.py
 	$(PYTHON_OF_VENV) tools/compile_kernels.py cuda
 	@tools/bootstrap.sh setup ascend "$(VENV_ASCEND)"; status=$$?; \
 	if [ $$status -eq 0 ]; then exec "$(VENV_ASCEND)/bin/python" tools/compile_kernels.py ascend; \
