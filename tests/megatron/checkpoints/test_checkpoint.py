@@ -26,6 +26,8 @@ from tests.megatron.checkpoints.jobs import (
     stock,
 )
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def jobs(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> SavedJobs:
@@ -104,7 +106,6 @@ KINDS = [
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("shared", "saver", "loaders"), KINDS)
 def test_every_kind_of_job_resumes_in_other_layouts(
     shared: str, saver: Layout, loaders: list[Layout], jobs: SavedJobs
