@@ -16,16 +16,11 @@ import numpy
 import torch
 import torch.distributed as dist
 
-_ARGUMENTS: dict[str, Any] = {
+_ALONE: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
-    "transformer_pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     "overlap_p2p_comm": False,
@@ -34,45 +29,37 @@ _ARGUMENTS: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
     "tp_comm_overlap": False,
-    "data_parallel_size": 1,
-    "use_hyperfsdp": False,
-    "use_distributed_optimizer": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
     "distribute_saved_activations": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+}
+"""What arguments and configurations say of one rank, as far as a release has them."""
+
+_ARGUMENTS: dict[str, Any] = {
+    **_ALONE,
+    "transformer_pipeline_model_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "data_parallel_size": 1,
+    "data_parallel_random_init": False,
+    "use_hyperfsdp": False,
     "load": None,
     "pretrained_checkpoint": None,
     "ckpt_convert_format": None,
     "log_num_zeros_in_grad": False,
-    "data_parallel_random_init": False,
 }
-"""What the arguments say of one rank, as far as a release has them."""
+"""The same of arguments alone."""
 
 CONFIGURATION: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
+    **_ALONE,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "overlap_p2p_comm": False,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "tp_comm_overlap": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "distribute_saved_activations": False,
-    "use_distributed_optimizer": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
 }
 """The same of Megatron's `TransformerConfig` and `DistributedDataParallelConfig`."""
 
