@@ -209,8 +209,10 @@ class HyperFSDPEngine(DeepSpeedEngine):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See DeepSpeed. Every micro-batch is reduced inside the supernode, the last of a step between them too."""
         self._choose_tiers()
+        # DeepSpeed's hook on what it is given must come before the one on the output of forward, which would divide by
+        # the number of micro-batches otherwise; on one and the same tensor hooks run in the order of registration.
         with precision.fp32_inside(self._config):
-            return super().backward(loss, *args, **kwargs)
+            return super().backward(loss.view_as(loss), *args, **kwargs)
 
     def _do_optimizer_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed 0.17 calls this, and knows no scaler of stage 0; later releases ask for one themselves."""

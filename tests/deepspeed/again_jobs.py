@@ -65,6 +65,27 @@ def gradients_so_far(*, supernode_size: int) -> None:
     assert_equal_gradients()
 
 
+def backward_without_division(*, supernode_size: int) -> None:
+    """With `scale_wrt_gas=False`, as Accelerate calls backward, gradients are sums over micro-batches, not means."""
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed = start()
+    engine = initialize(deepspeed, _config(supernode_size))
+    plain, world = build_model(), dist.get_world_size()
+    for micro in range(ACCUMULATION):
+        loss = engine(batch(0, micro, dist.get_rank()))
+        assert torch.equal(engine.backward(loss, scale_wrt_gas=False), loss)
+        for rank in range(world):
+            (plain(batch(0, micro, rank)) / world).backward()
+        if micro < ACCUMULATION - 1:
+            engine.step()
+    for name, parameter in engine.module.named_parameters():
+        torch.testing.assert_close(
+            safe_get_full_grad(parameter), plain.get_parameter(name).grad, rtol=0, atol=ACCUMULATION * 2e-7
+        )
+
+
 def contexts_in_contexts(*, supernode_size: int) -> None:
     """`no_sync` and `coalesce_grad_reduction` raise what DeepSpeed raises where they cannot be used."""
     deepspeed = start()

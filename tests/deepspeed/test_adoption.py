@@ -19,6 +19,11 @@ def test_gradients_can_be_read_and_dropped_between_micro_batches(ranks: int, sup
     run_ranks(ranks, again_jobs.gradients_so_far, flavour="deepspeed", timeout=200, supernode_size=supernode_size)
 
 
+@pytest.mark.timeout(400)
+def test_backward_can_leave_the_division_by_micro_batches_out() -> None:
+    run_ranks(2, again_jobs.backward_without_division, flavour="deepspeed", timeout=200, supernode_size=2)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_contexts_that_cannot_be_nested_raise_what_deepspeed_raises() -> None:
