@@ -31,6 +31,7 @@ def check_shapes(
 ) -> tuple[Finding | None, int]:
     """Runs forward on the meta device as every rank of the plan's axes, one after the other.
 
+    A module whose sizes depend on values, such as experts that pick their tokens, gives the shape of its first input.
     Shapes at every border must be the pieces of those of one process; sizes that an axis does not divide, and
     operations that fail on a piece, are found. Returns the first fault, and the number of ranks that were looked at.
     """
@@ -93,8 +94,15 @@ class _Shapes:
             self._note(name, number, f"input {key}", tensor, spec.inputs[key].arrives)
         self.inside.append(name)
         # Which tokens go to which experts is data: without values, as many come back as were sent.
-        is_sent = self._grid is not None and spec.dispatch is not None and self._plan.axes[spec.dispatch] > 1
-        result = _tokens(args, kwargs) if is_sent else forward(*args, **kwargs)
+        if spec.dispatch is not None:
+            result = _like_input(args, kwargs)
+        else:
+            try:
+                result = forward(*args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                if not _needs_values(error):
+                    raise
+                result = _like_input(args, kwargs)
         self.inside.pop()
         for key, tensor in named_outputs(result, spec).items():
             self._note(name, number, f"output {key}", tensor, spec.outputs[key].leaves)
@@ -115,7 +123,12 @@ class _Shapes:
             _compare(name, what, tuple(tensor.shape), whole, divided, self._grid)
 
 
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _needs_values(error: Exception) -> bool:
+    """Whether an operation has failed because its sizes depend on values, which the meta device has not."""
+    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+
+
+def _like_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return torch.empty_like(next(t for t in tensors_in((args, kwargs)) if t.is_floating_point()))
 
 
