@@ -4,8 +4,8 @@
 
 Run it with the Python that has hp_plugin, torch for CUDA and Triton; it switches the kernels on by itself.
 
-It is meant to take at most six minutes: sections that would begin after `--seconds` are left out and listed. Exit code 0
-means that every kernel is right; speeds are reported and judged by the reader, with the target beside them. Sections:
+It is meant to take at most six minutes: sections that would begin after `--seconds` are left out and listed. Exit code
+0 means that every kernel is right; speeds are reported and judged by the reader, with the target beside them. Sections:
 
 1. the matrix peak: products of 8192 x 8192 in bf16 and fp16;
 2. every kernel against its reference, on odd sizes;
