@@ -46,15 +46,30 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
+        self.skips: int | None = None
+        """The layer that the next forward leaves out."""
+        self.fails_at: int | None = None
+        """The layer in whose backward the next backward raises."""
         self.embedding = nn.Embedding(64, WIDTH)
         self.layers = nn.ModuleList([Block(checkpoints=checkpoints) for _ in range(4)])
         self.head = nn.Linear(WIDTH, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        for number, layer in enumerate(self.layers):
+            if number != self.skips:
+                x = layer(x)
+            if number == self.fails_at:
+                x.register_hook(_fail)
         return self.head(x)
+
+
+class BackwardFailedError(Exception):
+    """Raised on purpose."""
+
+
+def _fail(_: Tensor) -> None:
+    raise BackwardFailedError
 
 
 def _nothing(model: Any, micro_batch: int) -> None:
@@ -71,6 +86,14 @@ def _sync_at_the_end(model: Any, micro_batch: int) -> None:
 
 def _flush_at_the_end(model: Any, micro_batch: int) -> None:
     model.set_is_last_backward(micro_batch == 2)
+
+
+def _skip_the_third_layer_now_and_then(model: Any, micro_batch: int) -> None:
+    model.skips = 2 if model.skips is None else None
+
+
+def _fail_at_first(model: Any, micro_batch: int) -> None:
+    model.fails_at = 1 if micro_batch == 0 else None
 
 
 @dataclass(frozen=True)
@@ -127,6 +150,11 @@ SCHEDULES: dict[str, Schedule] = {
     "not resharded": Schedule(options={"reshard_after_forward": False}),
     "no prefetch": Schedule(options={"prefetch": 0}),
     "checkpointed": Schedule(checkpoints=True),
+    "another order each time": Schedule(micro_batches=3, before=_skip_the_third_layer_now_and_then),
+    "a backward that fails": Schedule(micro_batches=2, before=_fail_at_first),
+    "a backward that fails, one bucket for each unit": Schedule(
+        micro_batches=2, before=_fail_at_first, options={"bucket_bytes": 1}
+    ),
     "muon": Schedule(muon={}),
     "muon, gradients to owners": Schedule(muon=_OWNERS),
     "muon, gradients to owners, partial sums": Schedule(muon=_OWNERS, micro_batches=3, before=_all_reduce_at_the_end),
@@ -218,7 +246,8 @@ def _train(schedule: Schedule, model: Any, optimizer: Any, *, steps: int) -> Non
             schedule.before(model, micro_batch)
             loss = model(torch.arange(16, device="npu")).float().square().mean()
             mark(happens_before.BACKWARD)
-            loss.backward()
+            with contextlib.suppress(BackwardFailedError):
+                loss.backward()
             mark(happens_before.END_OF_BACKWARD)
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

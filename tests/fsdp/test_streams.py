@@ -72,6 +72,8 @@ def test_the_schedules_reach_what_they_are_there_for(runs: dict[str, tuple[Run, 
     assert runs["plain"][0].waits["reduce_scatter"] > 0
     assert runs["plain"][1].waits["reduce_scatter"] == 0, "a reduction that is done is not waited for"
     assert runs["muon, gradients to owners"][0].to_owners > 0
+    failed = runs["a backward that fails, one bucket for each unit"][0]
+    assert failed.crossings > runs["one bucket for each unit"][0].crossings, "some had left when it failed"
     # Two steps; a block has two matrices and a pack. Gathered twice, reduced once: two launches fewer each time.
     assert runs["plain"][0].launches - runs["coalesced"][0].launches >= 2 * 4 * 3 * 2
 
