@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hp_plugin.core.kernels import symmetric_choice
+from hp_plugin.core.kernels.table import DEVICE_TYPES
 from hp_plugin.core.muon.coefficients import resolve_coefficients
 from hp_plugin.core.muon.newton_schulz import NewtonSchulz
 
-DEVICE_TYPES = ("cpu", "cuda", "npu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((64, 64), (4096, 4096), (4096, 16384))
 """Rows and columns that are asked about: small, square, and wide."""
@@ -20,7 +20,7 @@ def newton_schulz_choices() -> list[dict[str, str]]:
     """Of each device type, dtype and shape: the kernel of "auto", and what computes its symmetric products."""
     steps = resolve_coefficients("classic", None)
     found = []
-    for device_type in DEVICE_TYPES:
+    for device_type in ("cpu", *DEVICE_TYPES):
         for dtype in DTYPES:
             iteration = NewtonSchulz(steps, dtype=dtype)
             for rows, cols in SHAPES:
