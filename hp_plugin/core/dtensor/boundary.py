@@ -95,13 +95,12 @@ class Boundary:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Converts the arguments of a call. Every rank of the axes must call."""
-        positional = list(args)
         for position, keyword, steps in self.inputs:
-            if position < len(positional):
-                positional[position] = self._run(steps, positional[position], keyword)
+            if position < len(args):
+                args = (*args[:position], self._run(steps, args[position], keyword), *args[position + 1 :])
             elif keyword in kwargs:
                 kwargs[keyword] = self._run(steps, kwargs[keyword], keyword)
-        return tuple(positional), kwargs
+        return args, kwargs
 
     def leave(self, result: Any) -> Any:
         """Converts the results of a call. Every rank of the axes must call."""
@@ -123,16 +122,16 @@ class Boundary:
         return result
 
     def _run(self, steps: Steps, value: Any, what: str) -> Any:
-        if value is None:
-            return None  # an optional argument that was not given
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            for step in steps:
+                value = step(value)
+            return value
+        if value is not None:  # an optional argument that was not given
             raise ConfigurationError(
                 f"module {self.name}: the plan converts {what}, which is a {type(value).__name__} and not a tensor; "
                 "name the tensor inside it, or remove the entry."
             )
-        for step in steps:
-            value = step(value)
-        return value
+        return None
 
 
 def run_forward(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -120,15 +120,13 @@ class _Conversion(torch.autograd.Function):
     """One way forward, another one backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, line: AxisGroup, there: Conversion, back: Conversion, dims: tuple[int, ...]
-    ) -> torch.Tensor:
-        ctx.line, ctx.back, ctx.dims = line, back, dims
-        return there(x, line, *dims)
+    def forward(ctx: Any, x: torch.Tensor, step: Step, *dims: int) -> torch.Tensor:
+        ctx.step, ctx.dims = step, dims
+        return step.there(x, step.line, *dims)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.back(grad, ctx.line, *ctx.dims), None, None, None, None
+        return ctx.step.back(grad, ctx.step.line, *ctx.dims), None, *[None for _ in ctx.dims]
 
 
 def _mean(x: torch.Tensor, line: AxisGroup) -> torch.Tensor:
@@ -161,13 +159,13 @@ class Step:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Converts `x`. Every rank of the axis must call."""
         if not self.dims:
-            return _Conversion.apply(x, self.line, self.there, self.back, ())
+            return _Conversion.apply(x, self)
         dims = tuple(dim % x.ndim for dim in self.dims)
         if len(dims) == 2 and dims[0] == dims[1]:
             return x  # shard(1) and shard(-1) of a tensor with two dims
         for dim in self.divided:
             _check_divides(x, self.line, dim % x.ndim, self.where)
-        return _Conversion.apply(x, self.line, self.there, self.back, dims)
+        return _Conversion.apply(x, self, *dims)
 
 
 def is_possible(before: AxisPlacement, after: AxisPlacement) -> bool:
