@@ -67,13 +67,13 @@ def test_simulated_ranks_find_and_locate(fault: Any) -> None:
         report.raise_if_different()
 
 
-def follow_in_processes(*, names: list[str], sequence_parallel: bool) -> dict[str, Any]:
+def follow_in_processes(*, shape: Shape, names: list[str], sequence_parallel: bool) -> dict[str, Any]:
     init_gloo()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    ids, targets = make_batch(SHAPE)
+    ids, targets = make_batch(shape)
     found: dict[str, Any] = {}
     for name in ["", *names]:
-        model = make_decoder(SHAPE)
+        model = make_decoder(shape)
         plan = plan_transformer(model, {"tp": 2}, sequence_parallel=sequence_parallel)
         apply_plan(model, plan, mesh, mode="validation")
         if name:
@@ -87,17 +87,33 @@ def follow_in_processes(*, names: list[str], sequence_parallel: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-def test_processes_give_the_same_verdicts_as_simulated_ranks(sequence_parallel: bool) -> None:
-    expected = SEQUENCE if sequence_parallel else EXPECTED
-    names = [fault.__name__ for fault in expected]
-    ranks = run_ranks(2, follow_in_processes, timeout=180.0, names=names, sequence_parallel=sequence_parallel)
+def check_processes(shape: Shape, names: list[str], *, sequence_parallel: bool) -> None:
+    ranks = run_ranks(
+        2,
+        follow_in_processes,
+        timeout=240.0,
+        shape=shape,
+        names=names,
+        sequence_parallel=sequence_parallel,
+    )
     assert ranks[0] == ranks[1]
-    plan = plan_transformer(make_decoder(SHAPE), {"tp": 2}, sequence_parallel=sequence_parallel)
+    plan = plan_transformer(make_decoder(shape), {"tp": 2}, sequence_parallel=sequence_parallel)
     for name in ["", *names]:
         fault: Any = getattr(faults, name) if name else None
-        report = simulate(lambda: make_decoder(SHAPE), plan, make_batch(SHAPE), after_apply=fault)
+        report = simulate(lambda: make_decoder(shape), plan, make_batch(shape), after_apply=fault)
         if name:
             assert report.findings == (ranks[0][name],)
         else:
             assert [(o.module, o.op, o.how, o.placements) for o in report.operations] == ranks[0][name]
+
+
+def test_processes_give_the_same_verdicts_as_simulated_ranks() -> None:
+    names = ["output_sum_is_doubled", "norm_gradient_is_not_summed"]
+    check_processes(Shape(bias=False), names, sequence_parallel=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_processes_give_the_same_verdict_for_every_fault(sequence_parallel: bool) -> None:
+    expected = SEQUENCE if sequence_parallel else EXPECTED
+    check_processes(SHAPE, [fault.__name__ for fault in expected], sequence_parallel=sequence_parallel)
