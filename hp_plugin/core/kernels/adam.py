@@ -80,11 +80,13 @@ def adamw_reference(shard: AdamShard, options: AdamOptions) -> None:
 
 
 def _implementation(shard: AdamShard) -> str:
+    found = table.kernels().choose("adamw_", shard.param.device.type, shard.param.dtype)
+    if found == "torch":  # first, since it is what the CPU asks at every step
+        return found
     operands = shard[:4]
     if not all(is_plain(tensor) for tensor in operands) or shard.step.device.type != "cpu":
         return "torch"
-    found = table.kernels().choose("adamw_", shard.param.device.type, shard.param.dtype)
-    if found == "triton" or found == "torch":
+    if found == "triton":
         return found
     if any(tensor.dtype != shard.param.dtype for tensor in operands):
         return "torch"  # the vendors' kernels read all four as one dtype
