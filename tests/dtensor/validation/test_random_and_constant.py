@@ -14,6 +14,7 @@ from hp_plugin.core.dtensor import plan_transformer, simulate
 from hp_plugin.core.dtensor.validation.perturb import perturb_constants
 from tests.dtensor.models import Shape, make_batch, make_decoder
 from tests.dtensor.validation.operations import followed, inputs, placements
+from tests.dtensor.validation.test_unknown_operations import SumOverRanks
 
 
 def test_dropout_of_divided_activations_is_replayed() -> None:
@@ -92,6 +93,19 @@ def test_zeros_become_what_is_added_to_them() -> None:
     report.raise_if_different()
     total = followed(lambda block, x: x + 0 * x.sum(-1, keepdim=True).detach())  # a partial sum times zero
     total.raise_if_different()
+
+
+def test_what_is_written_through_a_view_changes_the_placement_of_the_whole() -> None:
+    """Zeros of every rank become a copy, whose gradient is a partial sum, without being named as an output."""
+
+    def body(block: Any, x: torch.Tensor) -> torch.Tensor:
+        total = SumOverRanks.apply(x.square().sum(-1, keepdim=True), block.line, True)
+        out = torch.zeros_like(total).detach()
+        part = out[:, 1:]
+        part.copy_(total[:, 1:])
+        return x * torch.rsqrt(1 + out) * block.scale
+
+    followed(body).raise_if_different()
 
 
 def test_constants_are_perturbed_so_that_they_hide_no_fault() -> None:

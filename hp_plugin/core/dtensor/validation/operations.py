@@ -10,7 +10,7 @@ import torch
 
 from hp_plugin.core.dtensor.placement import REPLICATE
 from hp_plugin.core.dtensor.validation.arrangement import Placing, by_value, candidates
-from hp_plugin.core.dtensor.validation.calls import Call
+from hp_plugin.core.dtensor.validation.calls import Call, version_of
 from hp_plugin.core.dtensor.validation.checker import Cell, Site
 from hp_plugin.core.dtensor.validation.randomness import DRAWS, WHOLE_DRAWS, mask_of, replayed_as
 from hp_plugin.core.dtensor.validation.reference import OperationRecord, writes_of
@@ -56,12 +56,15 @@ class Operations(Tracking):
                 f"It takes {len(call.inputs)} tensors and gives {len(call.outputs)}; in one process it takes "
                 f"{len(record.inputs)} and gives {len(record.outputs)}.",
             )
-        cells = {
-            i: known[i] or self.inferred(call.before[i], record.inputs[i], site, f"input {i}", flows=True)
-            for i, flows in enumerate(call.flows)
-            if flows and record.inputs[i].requires_grad
-        }
-        rule = predict(site.op, call, known, record, self.grid)
+        cells: dict[int, Cell] = {}
+        for i, tensor in enumerate(call.inputs):
+            if call.flows[i] and record.inputs[i].requires_grad:
+                cell = known[i] or self.inferred(call.before[i], record.inputs[i], site, f"input {i}", flows=True)
+                if known[i] is None and i not in call.mutated:
+                    self._cells[tensor] = Cell(cell.placings, version_of(tensor))
+                    cell = self._cells[tensor]
+                cells[i] = cell
+        rule = predict(site.op, call, [cells.get(i, cell) for i, cell in enumerate(known)], record, self.grid)
         site = replace(site, expected=tuple(rule or ()), inputs=tuple(f"input {i}" for i in cells))
         found = self.verify(site, record, call.outputs, list(cells.values()), call, native=native)
         how = "value"
