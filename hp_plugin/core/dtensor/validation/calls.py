@@ -29,6 +29,10 @@ _NO_OPERATIONS = {
 """Functions that compute no tensor, or none that autograd follows."""
 
 
+_UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+"""Functions that give memory as it is; it is filled with zeros here, so that there is something to compare."""
+
+
 def name_of(func: Callable[..., Any]) -> str:
     """A name of an operation for people, the same for the same function."""
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -201,6 +205,8 @@ class Interceptor(TorchFunctionMode):
         name = name_of(func)
         if name in _NO_OPERATIONS or _inside_transform():
             return func(*args, **kwargs)
+        if name in _UNWRITTEN:
+            return func(*args, **kwargs).zero_()
         return self._handler.operation(name, func, args, kwargs, native=is_native(func))
 
 
