@@ -108,6 +108,15 @@ def test_what_is_written_through_a_view_changes_the_placement_of_the_whole() -> 
     followed(body).raise_if_different()
 
 
+def test_memory_that_was_not_written_is_no_finding() -> None:
+    def body(block: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[...] = x
+        return out + x.new_empty(1).zero_()
+
+    followed(body).raise_if_different()
+
+
 def test_constants_are_perturbed_so_that_they_hide_no_fault() -> None:
     """A bias of zeros may be added by every rank, and nobody sees it."""
     from tests.dtensor import faults
