@@ -21,7 +21,6 @@ from hp_plugin import (
     ConfigurationError,
     HyperAdamW,
     ShardingPlan,
-    UnsupportedError,
     apply_plan,
     clip_grad_norm_,
 )

@@ -12,7 +12,6 @@ from torch import nn
 from hp_plugin.core.dtensor.boundary import conversion_order, input_positions
 from hp_plugin.core.dtensor.collectives import is_possible
 from hp_plugin.core.dtensor.dispatch import count_experts
-from hp_plugin.core.dtensor.roles import is_vocabulary_embedding
 from hp_plugin.core.dtensor.placement import AxisPlacement
 from hp_plugin.core.dtensor.plan import (
     ModuleSpec,
@@ -23,6 +22,7 @@ from hp_plugin.core.dtensor.plan import (
     placement_on,
     same_placed,
 )
+from hp_plugin.core.dtensor.roles import is_vocabulary_embedding
 from hp_plugin.errors import ConfigurationError, UnsupportedError
 
 
@@ -130,8 +130,8 @@ def _check_experts(module: nn.Module, name: str, axis: str, plan: ShardingPlan) 
     if type(module) is nn.ModuleList:
         raise UnsupportedError(
             f"module {name} is a list of experts that its parent calls one by one, so nothing could send tokens to "
-            "other ranks; move the loop into a forward of the list's own, of tokens (T, hidden), chosen experts (T, k) and "
-            "weights (T, k)."
+            "other ranks; move the loop into a forward of the list's own, of tokens (T, hidden), chosen experts (T, k) "
+            "and weights (T, k)."
         )
     placed = plan.placed_parameters()
     for attribute, _ in module.named_parameters(recurse=False):
