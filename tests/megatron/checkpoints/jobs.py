@@ -192,7 +192,7 @@ EXACT = Limits(0.0, 0.0, 0.0, 0.0)
 
 FP32 = Limits(loss=5e-7, norm=2e-6, largest=1e-6, mean=2e-8)
 """Between layouts. What is left is the order of sums: losses differ by the last bit of fp32 (1.0e-7 measured), norms by
-up to 9.7e-7, weights by one rounding of a value near 1 (1.2e-7; 2.9e-7 once, in a single element). Stock Megatron alone,
+up to 9.7e-7, weights by one rounding of a value near 1 (1.2e-7; 2.9e-7 once, in one element). Stock Megatron alone,
 on 4 ranks and then on 2, also differs from itself; `test_matrix` has such pairs."""
 
 FP32_GRAM = Limits(loss=5e-7, norm=2e-6, largest=4e-6, mean=4e-7)
