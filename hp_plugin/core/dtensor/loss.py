@@ -97,8 +97,8 @@ def loss_function(model: nn.Module) -> LossFunction:
     `torch.nn.functional.cross_entropy` on (..., vocabulary) logits, or its counterpart for divided ones. Of a model in
     validation mode, the loss is followed too.
     """
-    follower = getattr(model, "_hp_follower", None)
-    return _loss_function(model) if follower is None else follower.loss(_loss_function(model))  # type: ignore[union-attr, operator, no-any-return]
+    follower: Any = getattr(model, "_hp_follower", None)
+    return _loss_function(model) if follower is None else follower.loss(_loss_function(model))
 
 
 def _loss_function(model: nn.Module) -> LossFunction:

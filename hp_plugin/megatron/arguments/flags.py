@@ -39,7 +39,7 @@ class HyperFSDPOptions(BaseModel):
     supernode_size: Literal["auto"] | PositiveInt = Field(
         "auto",
         title="auto or a positive number of ranks",
-        description="ranks per supernode, the domain with the fast links; auto goes by rank table, fabric or host names",
+        description="ranks per supernode, the domain with fast links; auto goes by rank table, fabric or host names",
     )
     shard_size: Literal["supernode", "world"] | PositiveInt = Field(
         "supernode",
