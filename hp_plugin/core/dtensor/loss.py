@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,21 @@ def loss_function(model: nn.Module) -> LossFunction:
     """
     follower: Any = getattr(model, "_hp_follower", None)
     return _loss_function(model) if follower is None else follower.loss(_loss_function(model))
+
+
+def loss_of_batch(model: nn.Module, batch: Mapping[str, Any] | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The mean loss of `model` on a batch: keyword arguments of a model that returns `.loss`, or input and targets.
+
+    Raises:
+        ConfigurationError: the model returned no loss.
+    """
+    if isinstance(batch, Mapping):
+        loss: torch.Tensor | None = getattr(model(**batch), "loss", None)
+        if loss is None:
+            raise ConfigurationError("the model returned no loss; put labels into the batch, or pass loss_fn.")
+        return loss
+    inputs, targets = batch
+    return loss_function(model)(model(inputs), targets)
 
 
 def _loss_function(model: nn.Module) -> LossFunction:

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from hp_plugin.core.dtensor.apply import apply_plan
 from hp_plugin.core.dtensor.compare import Comparer, RunResult, whole_named
-from hp_plugin.core.dtensor.loss import loss_function
+from hp_plugin.core.dtensor.loss import loss_of_batch
 from hp_plugin.core.dtensor.plan import ShardingPlan
 from hp_plugin.core.dtensor.report import ValidationReport
 from hp_plugin.core.dtensor.trace import traced
@@ -77,7 +77,7 @@ def validate(
         model = data_parallel(model)
     if after_apply is not None:
         after_apply(model)
-    loss_of = loss_fn or _loss_of
+    loss_of = loss_fn or loss_of_batch
     local_batch = _divided(batch, mesh, axes)
     expected = _step(
         reference, plan, batch, loss_of, _ways_to_reduce(mesh, ()), optimizer_fn, average_gradients=False, step=None
@@ -94,16 +94,6 @@ def validate(
     )
     comparer = Comparer(plan, model, expected, found, mesh, axes, reduction_length=_reduction_length(reference, batch))
     return comparer.report()
-
-
-def _loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    if isinstance(batch, Mapping):
-        loss = getattr(model(**batch), "loss", None)
-        if loss is None:
-            raise ConfigurationError("the model returned no loss; put labels into the batch, or pass loss_fn.")
-        return loss
-    inputs, targets = batch
-    return loss_function(model)(model(inputs), targets)
 
 
 # ---------------------------------------------------------------------------------------------------------- the run

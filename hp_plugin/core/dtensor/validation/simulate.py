@@ -12,7 +12,7 @@ from torch import nn
 from hp_plugin.core.dtensor.applied import applied_plan
 from hp_plugin.core.dtensor.apply import apply_plan
 from hp_plugin.core.dtensor.check import check_plan
-from hp_plugin.core.dtensor.loss import loss_function
+from hp_plugin.core.dtensor.loss import loss_of_batch
 from hp_plugin.core.dtensor.plan import ShardingPlan
 from hp_plugin.core.dtensor.validation.batches import cloned, converted, rows_of
 from hp_plugin.core.dtensor.validation.follow import RecordingFollower, follow, follow_loss
@@ -22,7 +22,7 @@ from hp_plugin.core.dtensor.validation.report import Finding, PlacementError, Si
 from hp_plugin.core.dtensor.validation.session import Session
 from hp_plugin.core.dtensor.validation.shapes import check_shapes
 from hp_plugin.core.dtensor.validation.simulated import SimulatedRanks
-from hp_plugin.errors import ConfigurationError, UnsupportedError
+from hp_plugin.errors import UnsupportedError
 
 MOST_RANKS = 32
 """Plans of more ranks are followed with values on a reduced plan."""
@@ -83,7 +83,7 @@ def simulate(
             "use loss_function(model), or a model that computes its loss, and give no loss_fn."
         )
     planned_axes, shapes = dict(plan.axes), 0
-    loss_of = loss_fn or _loss_of
+    loss_of = loss_fn or loss_of_batch
     ranks = SimulatedRanks(plan.axes)
     if len(ranks.exchanges) > MOST_RANKS:
         finding, shapes = check_shapes(model, plan, batch, loss_of)
@@ -153,16 +153,6 @@ def _recorded(
     loss.backward()
     gradients = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False)}
     return recorder.records, gradients
-
-
-def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    if isinstance(batch, Mapping):
-        loss = getattr(model(**batch), "loss", None)
-        if loss is None:
-            raise ConfigurationError("the model returned no loss; put labels into the batch, or pass loss_fn.")
-        return loss
-    inputs, targets = batch
-    return loss_function(model)(model(inputs), targets)
 
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
