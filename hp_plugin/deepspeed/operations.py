@@ -49,7 +49,10 @@ def stale_locks(root: Path | None = None, *, now: float | None = None) -> list[s
     moment = time.time() if now is None else now
     sentences = []
     for lock in sorted(place.glob("*/*/lock")) + sorted(place.glob("*/lock")):
-        age = moment - lock.stat().st_mtime
+        try:
+            age = moment - lock.stat().st_mtime
+        except FileNotFoundError:  # its build, or the job that only loads what is built, has just let go of it
+            continue
         if age > _STALE_S:
             sentences.append(
                 f"the build lock {lock} is {age / 60:.0f} minutes old. A build of DeepSpeed's {lock.parent.name} was "

@@ -80,3 +80,10 @@ def test_a_stale_build_lock_is_named_and_a_fresh_one_is_not(tmp_path: Path) -> N
     assert operations.stale_locks(tmp_path, now=made + 60) == []
     (sentence,) = operations.stale_locks(tmp_path, now=made + 3600)
     assert str(lock) in sentence and "fused_adam" in sentence and "remove the file" in sentence
+
+
+def test_a_build_lock_that_goes_while_locks_are_looked_at_is_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    (folder / "lock").symlink_to(tmp_path / "nothing")  # found by name, and not there
+    assert operations.stale_locks(tmp_path, now=0.0) == []
