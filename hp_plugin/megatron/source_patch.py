@@ -92,9 +92,9 @@ def data_parallel_class(original: type) -> type:
     routes = _routes()
     if routes is None or not any(t.stage == "active" and routes.is_rebound(t) for t in routes.targets):
         return original
-    from hp_plugin.megatron.fsdp.data_parallel import hyperfsdp_class
+    from hp_plugin.megatron.fsdp.data_parallel import asks_for_hyperfsdp, hyperfsdp_class
 
-    return hyperfsdp_class()
+    return hyperfsdp_class() if asks_for_hyperfsdp() else original
 
 
 def _routes() -> Routes | None:

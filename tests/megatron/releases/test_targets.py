@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -26,10 +26,17 @@ ALL = sorted(TABLES)
 Tree = Callable[[tuple[int, int]], None]
 
 
-def define(module: str, name: str, words: list[str]) -> None:
-    """Defines a function in a module that takes the parameters `words`, all optional."""
+def function(words: list[str], namespace: dict[str, Any] | None = None, name: str = "stand_in") -> Any:
+    """A function that takes the parameters `words`, all optional; with a namespace it is defined there."""
     spelled = [word if word.startswith("*") else f"{word}=None" for word in words]
-    exec(f"def {name}({', '.join(spelled)}): pass", vars(sys.modules[module]))
+    namespace = {} if namespace is None else namespace
+    exec(f"def {name}({', '.join(spelled)}): pass", namespace)
+    return namespace[name]
+
+
+def define(module: str, name: str, words: list[str]) -> None:
+    """Defines a function in a module, as its own."""
+    function(words, vars(sys.modules[module]), name)
 
 
 @pytest.fixture
