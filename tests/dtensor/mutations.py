@@ -215,6 +215,77 @@ def gradients_of_experts_are_divided_by_another_number(model: nn.Module) -> None
     model.get_submodule("layers.1.mlp.experts").set_gradient_divide_factor(4.0, recurse=False)  # type: ignore[operator]
 
 
+# ---------------------------------------------------------------- written after the last change of what checks them
+
+
+def one_summand_is_missing(model: nn.Module) -> None:
+    if _rank(model, "tp") == 1:
+        _after(model, "layers.0.attention.wo", lambda y: 0 * y)
+
+
+def routers_disagree(model: nn.Module) -> None:
+    """One tensor-parallel rank prefers an expert more than the others do."""
+    if _rank(model, "tp") == 1:
+        _after(model, "layers.1.mlp.router", lambda y: y + torch.eye(y.shape[-1], dtype=y.dtype)[0])
+
+
+def positions_are_late(model: nn.Module) -> None:
+    if _rank(model, "ep") == 1:
+        _after(model, "positions", lambda y: y.roll(1, 0))
+
+
+def values_of_one_rank_are_scaled(model: nn.Module) -> None:
+    if _rank(model, "tp") == 0:
+        _after(model, "layers.1.attention.wv", lambda y: 1.1 * y)
+
+
+def router_learns_nothing(model: nn.Module) -> None:
+    _after(model, "layers.0.mlp.router", torch.Tensor.detach)
+
+
+def gradient_into_the_router_is_doubled(model: nn.Module) -> None:
+    _before(model, "layers.0.mlp.router", lambda x: _with(x, lambda grad: 2 * grad))
+
+
+def noise_is_added(model: nn.Module) -> None:
+    _after(model, "layers.0.attention", lambda y: y + 1e-3 * torch.rand_like(y))
+
+
+def one_expert_is_rounded(model: nn.Module) -> None:
+    if _rank(model, "ep") == 1:
+        weight = local_tensor(model.get_submodule("layers.1.mlp.experts").down_proj)  # type: ignore[arg-type]
+        with torch.no_grad():
+            weight[0] = weight[0].bfloat16().to(weight.dtype)
+
+
+def rows_of_the_vocabulary_are_scaled(model: nn.Module) -> None:
+    """The tied weight is another one on one tensor-parallel rank; the embedding uses it first."""
+    if _rank(model, "tp") == 1:
+        with torch.no_grad():
+            local_tensor(model.get_submodule("tokens").weight).mul_(1.01)  # type: ignore[arg-type]
+
+
+def a_layer_is_left_out_for_half_of_the_batch(model: nn.Module) -> None:
+    if _rank(model, "ep") == 1:
+        _after(model, "layers.1.attention", lambda y: 0 * y)
+
+
+AFTER_THE_FREEZE: dict[str, Mutation] = {
+    mutation.put.__name__: mutation
+    for mutation in (
+        Mutation(one_summand_is_missing, "layers.0.attention", "output"),
+        Mutation(routers_disagree, "layers.1.mlp", "output"),
+        Mutation(positions_are_late, "layers.0", "output"),
+        Mutation(values_of_one_rank_are_scaled, "layers.1.attention", "output"),
+        Mutation(router_learns_nothing, "layers.0.mlp", "gradient"),
+        Mutation(gradient_into_the_router_is_doubled, "layers.0.mlp", "input_gradient"),
+        Mutation(noise_is_added, "layers.0.attention", "output"),
+        Mutation(one_expert_is_rounded, "layers.1.mlp", "output"),
+        Mutation(rows_of_the_vocabulary_are_scaled, "tokens", "output"),
+        Mutation(a_layer_is_left_out_for_half_of_the_batch, "layers.1.attention", "output"),
+    )
+}
+
 MUTATIONS: dict[str, Mutation] = {
     mutation.put.__name__: mutation
     for mutation in (
@@ -240,4 +311,4 @@ MUTATIONS: dict[str, Mutation] = {
         Mutation(a_token_is_dropped, "layers.1.mlp", "output"),
         Mutation(gradients_of_experts_are_divided_by_another_number, "layers.1.mlp", "gradient"),
     )
-}
+} | AFTER_THE_FREEZE
