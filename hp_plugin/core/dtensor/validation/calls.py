@@ -206,7 +206,8 @@ class Interceptor(TorchFunctionMode):
         if name in _NO_OPERATIONS or _inside_transform():
             return func(*args, **kwargs)
         if name in _UNWRITTEN:
-            return func(*args, **kwargs).zero_()
+            with torch.no_grad():  # a leaf may require a gradient
+                return func(*args, **kwargs).zero_()
         return self._handler.operation(name, func, args, kwargs, native=is_native(func))
 
 
