@@ -201,8 +201,8 @@ JOBS = (
     Job("untied-pp2", f"--untie-embeddings-and-output-weights {_PP}", full=True),
     Job("recompute-full", _RECOMPUTE, full=True),
     Job("recompute-selective", "--recompute-granularity selective", full=True),
-    # With the data of the default seed the ninth norm magnifies rounding: there stock on 1 and 2 ranks differs from stock
-    # on 4 by 7.2e-6 and 4.1e-6, and in other iterations before by 1.1e-7 at most.
+    # With the data of the default seed the ninth norm magnifies rounding: there stock on 1 and on 2 ranks differs from
+    # stock on 4 by 7.2e-6 and 4.1e-6, and in other iterations before by 1.1e-7 at most.
     Job("three-micro-batches", "--global-batch-size 24 --seed 4321"),
     Job("three-micro-batches-pp2", f"--global-batch-size 24 --seed 4321 {_PP}", full=True),
     Job("overlap-grad-reduce", "--overlap-grad-reduce", full=True),
