@@ -80,6 +80,10 @@ def read_block(config: Mapping[str, Any]) -> HyperFSDPConfig | None:
         name = str(error.errors()[0]["loc"][0])
         expected = HyperFSDPConfig.model_fields[name].title
         raise ConfigurationError(f'"{BLOCK}.{name}" is {block[name]!r}; expected {expected}.') from None
+    if "validation_steps" in block and options.mode != "validation":
+        raise ConfigurationError(
+            f'"{BLOCK}.validation_steps" has no effect without "mode": "validation"; add that, or remove it.'
+        )
     return options if options.enabled else None
 
 

@@ -125,3 +125,11 @@ def test_all_refusals_are_told_at_once() -> None:
     config["amp"] = {"enabled": True}
     with pytest.raises(UnsupportedError, match=r"mics_shard_size(.|\n)*amp"):
         check_config(config)
+
+
+def test_steps_of_validation_are_refused_in_production() -> None:
+    with pytest.raises(ConfigurationError, match="validation_steps"):
+        read_block({"hyperfsdp": {"validation_steps": 3}})
+    block = read_block({"hyperfsdp": {"mode": "validation", "validation_steps": 3}})
+    assert block is not None
+    assert block.validation_steps == 3

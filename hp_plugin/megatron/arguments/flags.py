@@ -196,6 +196,7 @@ def resolve(args: argparse.Namespace) -> HyperFSDPOptions:
     schema.validated(HyperFSDPOptions, on_line, PREFIX)
     options = schema.validated(HyperFSDPOptions, {**in_file, **on_line}, PREFIX)
     _refuse_unavailable(options)
+    _refuse_without_validation({**in_file, **on_line}, options)
     schema.store(args, options, PREFIX)
     muon_flags.resolve(args, of_muon, source=path)
     return options
@@ -209,6 +210,14 @@ def _refuse_stray(args: argparse.Namespace, on_line: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"{', '.join(stray)} has no effect without --use-hyperfsdp; add --use-hyperfsdp "
             "to turn HyperFSDP on, or remove the flag."
+        )
+
+
+def _refuse_without_validation(given: Mapping[str, Any], options: HyperFSDPOptions) -> None:
+    stray = [flag_of(name) for name in given if name.startswith("validation_")]
+    if stray and options.mode != "validation":
+        raise ConfigurationError(
+            f"{', '.join(stray)} has no effect without {flag_of('mode')} validation; add that, or remove the flag."
         )
 
 

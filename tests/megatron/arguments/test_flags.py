@@ -79,6 +79,13 @@ def test_values_that_are_not_built_yet_are_refused_by_name(words: list[str], wha
     assert "not available in this release" in str(refusal.value)
 
 
+def test_options_of_validation_are_refused_in_production() -> None:
+    asked = ["--hyperfsdp-validation-steps", "3"]
+    with pytest.raises(ConfigurationError, match="--hyperfsdp-validation-steps has no effect without"):
+        resolved(*asked)
+    assert resolved("--hyperfsdp-mode", "validation", *asked).validation_steps == 3
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [

@@ -68,6 +68,9 @@ def test_a_job_that_is_right_equals_one_rank_and_goes_on_as_without(ranks: int, 
         assert rank["run"].losses == pytest.approx(without.losses, rel=tolerance)
         assert rank["run"].norms == pytest.approx(without.norms, rel=10 * tolerance)
         assert rank["run"].weights.keys() == without.weights.keys()
+        for name, weight in without.weights.items():
+            difference = (rank["run"].weights[name] - weight).norm() / weight.norm()
+            assert difference < (1e-2 if "--bf16" in job else 1e-5), name
 
 
 @pytest.mark.full
